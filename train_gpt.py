@@ -112,8 +112,8 @@ def option(default: Any, doc: str, least: float = 0, most: float = 1e12, choices
     entries, needed if the default is empty."""
     if isinstance(default, tuple) and default:
         of = type(default[0])
-    limits = dict(doc=doc, least=least, most=most, choices=choices, off=off, model=model, of=of)
-    return field(default=default, metadata=limits)
+    return field(default=default, metadata=dict(doc=doc, least=least, most=most, choices=choices, off=off,
+                                                model=model, of=of))
 
 def optional(default: object, doc: str, least: float = 0, most: float = 1e12, model: bool = False) -> Any:
     """A constant for which 0 means off or derived. -1 is read as 0, as on nanochat's command lines."""
@@ -168,9 +168,6 @@ class Recipe(ABC, Generic[Stages]):
         """{field of Kernels: function} of attention and its masks."""
 
     # ----- neutral defaults
-    def check(self) -> None:
-        """Raises Refused for constants that contradict each other."""
-
     def optimizer(self) -> "type[Optimizer]":
         """The class of the optimizer."""
         return Optimizer
@@ -204,9 +201,9 @@ class Recipe(ABC, Generic[Stages]):
         data, team, log) that returns its part of the result."""
         return []
 
-    def calibrate(self, model: "Model", data: "Data", team: "Team", log: Logger = print) -> dict:
-        """{parameter: hessian for quantize()} from training data. Its time counts as training, so a recipe
-        that calibrates has a lower cap."""
+    def calibrate(self, run: "Run") -> Hessians:
+        """{parameter: hessian for quantize()} from training data; reports calibration_ms. Its time counts as
+        training, so a recipe that calibrates has a lower cap."""
         return {}
 
     def wider_steps(self, model: "Model", hessians: Hessians, coarser: float, size: float,
@@ -299,22 +296,21 @@ class Config(Recipe[Stages]):
         T = self.train_seq_len
         require(batch % T == 0, f"train_batch_tokens={batch} must be a multiple of train_seq_len={T}")
         starts = [stage.start for stage in self.stages()]
-        grow = starts[0] == 0 and starts == sorted(starts)
-        require(grow, f"stage_starts={show(tuple(starts))} must grow from 0")
+        require(starts[0] == 0 and starts == sorted(starts),
+                f"stage_starts={show(tuple(starts))} must grow from 0")
         for stage in self.stages():
             require(stage.batch_tokens % stage.row_tokens == 0,
                     f"a step of {stage.batch_tokens} tokens is not a whole number of rows of "
                     f"{stage.row_tokens}: change train_batch_tokens, batch_schedule, seq_schedule")
+            require(stage.row_tokens == T or self.packers[self.packing].any_length,
+                    f"packing={self.packing} makes rows of train_seq_len={T}, not of "
+                    f"{stage.row_tokens} tokens")
         require(self.model_dim % (2 * self.num_heads) == 0,
                 f"model_dim={self.model_dim} must be a multiple of twice num_heads={self.num_heads}")
         eval_context = self.eval_context or T
         require(self.eval_stride <= eval_context,
                 f"eval_stride={self.eval_stride} exceeds a row of {eval_context} tokens")
         require(self.val_tokens != 1, "val_tokens=1 leaves no target")
-        for stage in self.stages():
-            require(stage.row_tokens == T or self.packers[self.packing].any_length,
-                    f"packing={self.packing} makes rows of train_seq_len={T}, not of "
-                    f"{stage.row_tokens} tokens")
         require(not self.shuffle or self.packing == "rows",
                 f"shuffle=1 needs packing=rows, not packing={self.packing}")
 
@@ -330,19 +326,13 @@ class Config(Recipe[Stages]):
 
     @classmethod
     def of_file(cls: "type[Config]", shape: dict[str, Any], base: "Config | None") -> "Config":
-        """The config of a saved model. Its model constants come from the file; the rest from base, or, if
-        base is of another recipe, only what base overrides. The batch becomes one row, because the file's
-        row length may not divide any other batch."""
+        """The config of a saved model. Its model constants come from the file; the rest from base, if that
+        is of this recipe. The batch becomes one row, because the file's row length may not divide any other
+        batch."""
         constants = {name: shape[name] for name in cls.model_fields()}
         constants |= dict(train_batch_tokens=shape["train_seq_len"], stage_starts=(), batch_schedule=(),
                           seq_schedule=())
-        if not isinstance(base, cls):
-            known = fields_of(cls)
-            given = {}
-            if base:
-                given = {name: getattr(base, name) for name in overrides(base) if name in known}
-            base = cls(**given)
-        return replace(base, **constants)
+        return replace(base if isinstance(base, cls) else cls(), **constants)
 
     def progress(self: "Config", step: int, seconds: float) -> float:
         """The part of the run that is done, 0 to 1: by steps or by seconds of the wall-clock cap, whichever
@@ -373,23 +363,6 @@ def fields_of(recipe: Any) -> dict[str, Field]:
     """{constant: dataclass field} of a recipe's class."""
     return {f.name: f for f in fields(recipe)}
 
-def known_fields() -> dict[str, Field]:
-    """{constant: dataclass field} of all recipes."""
-    known = {}
-    for recipe in RECIPES.values():
-        known = fields_of(recipe) | known
-    return known
-
-def known_names() -> dict[str, str]:
-    """{a name as it is typed: the constant that it means} of all recipes, aliases included."""
-    constants = [*KNOWN]
-    recipe: Any
-    for recipe in RECIPES.values():
-        constants += recipe.unused
-    names = {name.upper(): name for name in constants}
-    names |= {typed.upper(): name for typed, name in ALIASES.items() if name in constants}
-    return names
-
 def load_config(env: Mapping[str, str], argv: Sequence[str] = ()) -> Config:
     """Config of the preset that flags or the environment name: recipe < environment < flag. Raises
     Refused."""
@@ -407,23 +380,17 @@ def load_config(env: Mapping[str, str], argv: Sequence[str] = ()) -> Config:
 
 def recipe_of(preset: Any) -> Any:
     """A preset's class. Raises Refused."""
-    known = isinstance(preset, str) and preset in RECIPES
-    require(known, f"preset={preset!r} is none of {', '.join(RECIPES)}")
+    require(isinstance(preset, str) and preset in RECIPES,
+            f"preset={preset!r} is none of {', '.join(RECIPES)}")
     return RECIPES[preset]
 
 def default_preset() -> str:
     return next(iter(RECIPES))
 
-def given_names(env: Mapping[str, str], argv: Sequence[str]) -> set[str]:
-    """The constants that an environment and a command line set."""
-    typed = {*env, *dict(parse_flags(argv))}
-    return {name for word, name in NAMES.items() if word in typed}
-
 def preset_config(preset: str, given: Mapping[str, object] | None = None) -> Config:
     """Config of a preset. given {name: value} replaces its values and those of the depth dial. Raises
     Refused."""
-    recipe = recipe_of(preset)
-    cfg = recipe.of(preset, dict(given or {}))
+    cfg = recipe_of(preset).of(preset, dict(given or {}))
     check_config(cfg)
     return cfg
 
@@ -455,9 +422,6 @@ def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     while words:
         flag, equals, text = words.pop(0).partition("=")
         name = flag.removeprefix("--").replace("-", "_").upper()
-        require(name not in (*LAUNCH_NUMBERS, *LAUNCH_FLAGS),
-                f"{flag} is a launcher's: start with torchrun --nproc_per_node=GPUS train_gpt.py, which sets "
-                "RANK, WORLD_SIZE and LOCAL_RANK")
         if flag[:2] != "--" or name not in NAMES:
             lab("unknown", "", flag, "")
             raise Refused(f"unknown argument {flag}")
@@ -2740,7 +2704,6 @@ def choose_kernels(cfg: Config, on_gpu: bool, log: Logger) -> Kernels:
 # ---------- 12 ranks, log, memory
 LAUNCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
                   "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
-LAUNCH_FLAGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
 # How Slurm, Open MPI and MPICH number their tasks: (this one, how many there are)
 TASKS = (("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
          ("PMI_RANK", "PMI_SIZE"))
@@ -3124,6 +3087,8 @@ class Run:
     optimizer: Optimizer = None
     loss_fn: Callable = None  # the model, compiled where that is possible
     folder: Path = None
+    state: TrainState = None  # None: nothing is trained
+    report: dict = field(default_factory=dict)  # what the summary lists, all of it part of the result
 
 class Clock:
     """Training seconds, the pace of a step, and whether another one fits before the cap. All ranks use the
@@ -3226,12 +3191,7 @@ def rehearse(run: Run) -> float:
     if memory runs out, torch's kernels on a GPU, the eager step on a CPU. Sets run.loss_fn and the
     optimizer's rules; returns the seconds of the slowest step that was compiled already."""
     optimizer = run.optimizer
-    compiled = run.cfg.compile
-    if compiled and run.team.cache_note:
-        run.log(run.team.cache_note)
-    if compiled and torch._dynamo.config.disable:
-        compiled = False
-        run.log("compile: TORCH_COMPILE_DISABLE turns it off; training uncompiled")
+    compiled = run.cfg.compile and not torch._dynamo.config.disable  # by TORCH_COMPILE_DISABLE
     changing = []
     for bank in optimizer.banks:
         changing += [bank.data, bank.master, bank.grad, *bank.state]
@@ -3287,6 +3247,7 @@ def rehearse_stages(run: Run) -> float:
         share = stage.batch_tokens // T // team.world_size
         rows = rows_at_once(share, run.micro * cfg.train_seq_len // T)
         problem = None
+        failed = 0
         try:
             tokens = (torch.arange(rows * T, device=team.device) % cfg.vocab_size).view(rows, T)
             context = run.model.training_context(T, team.device, team.dtype, stage)
@@ -3296,9 +3257,7 @@ def rehearse_stages(run: Run) -> float:
             team.wait()
         except Exception as error:
             problem = error
-        failed = 0
-        if problem:
-            failed = 2 if out_of_memory(problem) else 1
+            failed = 2 if out_of_memory(error) else 1
         failed = all_reduce(torch.tensor(failed), "MAX").item()
         if failed:
             elsewhere = MemoryError("out of memory") if failed > 1 else RuntimeError("a compiler failed")
@@ -3526,7 +3485,7 @@ def first_result(run: Run, changed: dict[str, list[str]], resumed: bool) -> dict
         started=run.started, resumed=resumed)
 
 def prepare(run: Run) -> None:
-    """Opens the dataset, logs the plan and chooses kernels. A dry run works without data. Raises Refused."""
+    """Opens the dataset and chooses kernels. A dry run works without data. Raises Refused."""
     cfg = run.cfg
     team = run.team
     log = run.log
@@ -3546,7 +3505,6 @@ def prepare(run: Run) -> None:
         log(f"data: {error}; planning with vocab_size={cfg.vocab_size}")
     if not cfg.eval_from:
         run.micro = micro_batch(cfg, team)
-        lab("plan", run)
         if "plan" not in LAB:  # a script of one recipe has no plan; `record check` reads these lines
             log(f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
                 f"micro_batch:{run.micro}x{cfg.train_seq_len}", "stage table: from_step tokens_per_step",
@@ -3555,8 +3513,9 @@ def prepare(run: Run) -> None:
     elif team.on_gpu:
         run.model.use(choose_kernels(cfg, True, log)._replace(linear=linear, head_linear=linear))
 
-def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score, dict, dict]:
-    """First values or a checkpoint, rehearsal, training. Returns Score, curves, part of the result."""
+def train_model(run: Run, checkpoint: dict | None, began: float) -> Score:
+    """First values or a checkpoint, rehearsal, training. Sets run.model to what was trained. began: when the
+    process did."""
     cfg = run.cfg
     team = run.team
     # 1. model and optimizer
@@ -3576,21 +3535,21 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score,
     run.log(f"setup:{setup_ms}ms compile:{compile_ms}ms", kind="setup", setup_ms=setup_ms,
             compile_ms=compile_ms)
     # 3. training
-    state = restore_run(run, checkpoint) if checkpoint else TrainState()
+    run.state = restore_run(run, checkpoint) if checkpoint else TrainState()
     team.begin_training(slowest)
     run.optimizer.group = team.group
     run.optimizer.connect()
-    run.saver.begin(run, state)
+    run.saver.begin(run, run.state)
     with garbage_kept():
-        score, stop_reason = train(run, state)
+        score, stop_reason = train(run, run.state)
     team.group = None
     run.optimizer.group = None
     # 4. the fp32 weights that it made
     take_weights(run)
-    report = training_report(run, state, score, stop_reason)
-    report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro,
-                   compiled=run.loss_fn is not run.model)
-    return score, state.curves, report
+    run.report = training_report(run, run.state, score, stop_reason) | dict(
+        setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro,
+        compiled=run.loss_fn is not run.model)
+    return score
 
 def take_weights(run: Run) -> None:
     """Makes the optimizer's fp32 weights the model's parameters. Drops what was compiled for bf16, because
@@ -3599,49 +3558,37 @@ def take_weights(run: Run) -> None:
         run.model.get_parameter(name).data = value.to(run.team.device)
     torch._dynamo.reset()
 
-def write_and_read_back(run: Run) -> dict:
-    """Writes the model's files; run.model becomes what the artifact holds. Returns sizes on rank 0."""
-    report: dict[str, Any] = {}
+def write_and_read_back(run: Run) -> None:
+    """Writes the model's files; run.model becomes what the artifact holds."""
     model = run.model
-    began = time.perf_counter()
-    hessians = {}
-    if run.cfg.score_artifact:
-        hessians = run.cfg.calibrate(model, run.data, run.team, run.log)
-        run.team.wait()
-    if hessians:
-        report["calibration_ms"] = round(1e3 * (time.perf_counter() - began))
+    hessians = run.cfg.calibrate(run) if run.cfg.score_artifact else {}
     if run.team.rank == 0:  # other hosts lack the file
-        report |= write_model(model, run.folder, len(script_source()), run.log, hessians)
-        run.log(kind="artifact", **report)
+        sizes = write_model(model, run.folder, len(script_source()), run.log, hessians)
+        run.log(kind="artifact", **sizes)
+        run.report |= sizes
         if run.cfg.score_artifact:
             model.drop_state()  # makes room for the state in the file
             run.model, _ = load_model(run.folder / artifact_name(run.cfg), run.team.device)
             run.model.use(model.kernels)
     for p in run.model.parameters():
         run.team.broadcast(p.data)
-    return report
 
-def finish(run: Run, result: dict[str, Any], report: dict[str, Any], scores: dict[str, Score],
-           curves: dict[str, Curve], began: float) -> None:
-    """On rank 0: samples, picture, summary and result.json."""
+def finish(run: Run, result: dict[str, Any], score: Score, began: float) -> None:
+    """On rank 0: samples, picture, summary and result.json. score: the one that counts."""
     cfg = run.cfg
     log = run.log
-    score = scores.get("artifact") or scores["trained"]
     text = score_text(cfg, score)
-    title = f"{cfg.preset}: {text}"
-    lab("show", run.model, cfg, run.data, run.team, log, curves, title, run.folder / "loss.png")
+    lab("show", run.model, cfg, run.data, run.team, log, run, text)
     process_ms = round(1e3 * (time.perf_counter() - began))
-    finished = f"{datetime.now(UTC):%FT%TZ}"
-    report |= dict(process_ms=process_ms, val_bpb_without_bos=score.val_bpb_without_bos)
-    result |= report | {loss_name(cfg): score.val_loss, "val_bpb": score.val_bpb, "finished": finished}
+    report = run.report | dict(process_ms=process_ms, val_bpb_without_bos=score.val_bpb_without_bos)
+    result |= report | {loss_name(cfg): score.val_loss, "val_bpb": score.val_bpb, "started": run.started,
+                        "finished": f"{datetime.now(UTC):%FT%TZ}"}
     rows = report | {"core_metric": result["core"], "score": text, "run folder": f"logs/{cfg.run_id}"}
     for key, value in rows.items():
         if isinstance(value, dict):
             value = listed(value)
-        elif isinstance(value, float) and "flops" in key:
-            value = f"{value:.4g}"
         elif isinstance(value, float):
-            value = f"{value:.8f}" if "bpb" in key else f"{value:.4f}"
+            value = f"{value:.8f}" if "bpb" in key else f"{value:.4g}"
         log(f"{key:>21}  {value}")
     log(*[f"sha256 {path.name}:{file_sha256(path)}" for path in sorted(run.folder.glob("final_model.*"))])
     log.seal()
@@ -3649,21 +3596,13 @@ def finish(run: Run, result: dict[str, Any], report: dict[str, Any], scores: dic
     write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))
     log(kind="result", **result)
 
-def load_asked(asked: Config, team: Team, changed: dict[str, list[str]], given: set[str],
-               log: Logger) -> tuple[Model, Config]:
-    """The model to score (eval_from) and its Config. Unless data_path was given, takes the dataset that the
-    model was trained on, if that lies beside the recipe's. Raises Refused if a changed constant differs from
-    the model's. given: the constants that were set."""
-    model, cfg = load_model(asked.eval_from, team.device, asked)
-    for name in {"preset", *changed} & {*cfg.model_fields()}:
-        there = show(getattr(cfg, name))
-        require(show(getattr(asked, name)) == there, f"the model has {name}={there}: set the same")
-    if model.trained_on and "data_path" not in given:
-        own = Path(cfg.data_path).parent / model.trained_on["name"]
-        if own.is_dir() and str(own) != cfg.data_path:
-            log(f"data: {own}, which the model was trained on")
-            cfg = replace(cfg, data_path=str(own))
-    return model, cfg
+def load_asked(run: Run, changed: dict[str, list[str]]) -> None:
+    """Loads the model to score (eval_from) and its Config. Raises Refused if a changed constant differs from
+    the model's."""
+    run.model, run.cfg = load_model(run.asked.eval_from, run.team.device, run.asked)
+    for name in {"preset", *changed} & {*run.cfg.model_fields()}:
+        there = show(getattr(run.cfg, name))
+        require(show(getattr(run.asked, name)) == there, f"the model has {name}={there}: set the same")
 
 def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     """One run: the plan only, the score of a file, or training."""
@@ -3672,7 +3611,6 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     started = f"{datetime.now(UTC):%FT%TZ}"
     script_source()
     team = Team(cfg, env)
-    lab("warnings", cfg, argv, env, team, log)
     checkpoint = None
     cfg = after_restart(cfg, team, log)
     if cfg.resume:
@@ -3683,20 +3621,18 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     changed = {name: texts for name, texts in overrides(cfg).items() if name != "dry_run"}
     log(*[f"override {name} {old} -> {new}" for name, (old, new) in changed.items()])
     # 1. the plan
-    model = None
-    if cfg.eval_from:
-        model, cfg = load_asked(cfg, team, changed, given_names(env, argv), log)
-    run = Run(cfg, cfg, team, log, saver, started, model=model)
+    run = Run(cfg, cfg, team, log, saver, started)
     saver.run = run
+    if cfg.eval_from:
+        load_asked(run, changed)
+    model = run.model  # to be scored; None: one is trained
+    lab("warnings", run, argv, env)
     prepare(run)
     if run.data and model:
         check_identity(f"eval_from={cfg.eval_from}", model.trained_on, cfg, run.data, log)
     elif run.data and checkpoint:
         check_identity(f"resume={cfg.run_id}", checkpoint["data"], cfg, run.data, log)
-    if cfg.dry_run:
-        return
-    if model and "sample" in changed and "show" in LAB:
-        lab("show", model, run.cfg, run.data, team, log)
+    if lab("plan", run) or cfg.dry_run:
         return
     if not model:
         run.loader.check()
@@ -3708,15 +3644,12 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
         **result)
     # 2. training, then its artifact as read back; or the file
     scores = {}
-    curves = {}
-    report = {}
     if model:
         kind = "artifact" if cfg.eval_from.endswith(".ptz") else "trained"
         scores[kind] = evaluate(model, cfg, run.data, team)
     else:
-        scores["trained"], curves, report = train_model(run, checkpoint, began)
-        result["started"] = run.started
-        report |= write_and_read_back(run)
+        scores["trained"] = train_model(run, checkpoint, began)
+        write_and_read_back(run)
         if cfg.score_artifact:
             log("scoring the artifact as read back")
             scores["artifact"] = evaluate(run.model, cfg, run.data, team)
@@ -3726,19 +3659,17 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
         tag = "final_model" if kind == "trained" else f"final_{codec(cfg).replace('+', '_')}_roundtrip"
         log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}", kind="score",
             tag=tag, **score._asdict())
-        check_finite(score.val_loss, "the final val_loss", report.get("steps", 0), [])
+        check_finite(score.val_loss, "the final val_loss", run.report.get("steps", 0), [])
         result[kind] = score._asdict()
     for evaluation in cfg.evaluations():
         result |= evaluation(run.model, cfg, run.data, team, log)
     if team.rank == 0:
-        finish(run, result, report, scores, curves, began)
+        finish(run, result, score, began)
 
 def main(argv: Sequence[str], env: Mapping, notes: Sequence[str] = ()) -> int:
     """Returns the exit code: 0 done, 1 failed, 2 refused before training. notes: lines that the log begins
     with."""
-    if "--help" in argv or "-h" in argv:
-        print(script_source().decode().split('"""')[1])  # `python -OO` leaves out __doc__
-        lab("help", env, argv)
+    if lab("help", env, argv):
         return 0
     log = Log(lead=True)
     saver = Saver()
@@ -3746,8 +3677,7 @@ def main(argv: Sequence[str], env: Mapping, notes: Sequence[str] = ()) -> int:
     try:
         ranks = read_ranks(env)
         log.lead = ranks.rank == 0
-        if notes:
-            log(*notes)
+        log(*notes)
         run_once(argv, env, log, saver)
         saver.release()
         saver.wait()
@@ -5259,12 +5189,16 @@ class GolfPlus(GolfRecipe[LoopStage]):
         order = looped_order(self.num_layers, self.loop_layers, stage.loops)
         return [Layer(stage.row_tokens, self.mlp_mult, order.count(i)) for i in range(self.num_layers)]
 
-    def calibrate(self, model: Model, data: "Data", team: "Team", log: Logger = print) -> dict:
+    def calibrate(self, run: Run) -> Hessians:
         """Hessians for GPTQ; the tied embedding gets one from its inputs as lm_head."""
         if not self.gptq_batches:
             return {}
+        began = time.perf_counter()
         seconds = self.gptq_seconds if self.max_wallclock_seconds else 0.0
-        return input_hessians(model, self, data, team, self.gptq_batches, seconds, log)
+        hessians = input_hessians(run.model, self, run.data, run.team, self.gptq_batches, seconds, run.log)
+        run.team.wait()
+        run.report["calibration_ms"] = round(1e3 * (time.perf_counter() - began))
+        return hessians
 
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -7839,8 +7773,12 @@ class GPT2PlusModel(GPT2BaseModel):
 # ---------- the registry of recipes
 RECIPES = dict(tiny=Tiny, golf=Golf, golf_plus=GolfPlus, speedrun=Speedrun, speedrun_plus=SpeedrunPlus,
                gpt2=GPT2, gpt2_plus=GPT2Plus)  # type: dict[str, type[Config]]
-KNOWN = known_fields()
-NAMES = known_names()
+# {constant: its dataclass field in the first recipe that has it}
+KNOWN = {f.name: f for recipe in reversed(RECIPES.values()) for f in fields(recipe)}
+# {a name as it is typed: the constant that it means}
+NAMES = {name.upper(): name for name in KNOWN} | {typed.upper(): name for typed, name in ALIASES.items()}
+for recipe in RECIPES.values():
+    NAMES |= {name.upper(): name for name in recipe.unused}
 
 # ---------- 15 lab
 # Conveniences for users, on which no result depends, and FlashAttention 4, which no card has timed yet. The
@@ -7887,6 +7825,8 @@ def near_misses(names: Iterable[str]) -> list[tuple[str, str]]:
             found.append((typed, close[0]))
     return found
 
+LAUNCH_FLAGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
+
 def refuse_unknown(preset: str, name: str, text: str) -> None:
     """Raises Refused for a name that a preset lacks, unless check_foreign() accepts it. preset empty: for a
     flag that is no constant of any preset."""
@@ -7894,6 +7834,9 @@ def refuse_unknown(preset: str, name: str, text: str) -> None:
         check_foreign(preset, name, text)
         return
     typed = name.removeprefix("--").replace("-", "_").upper()
+    require(typed not in (*LAUNCH_NUMBERS, *LAUNCH_FLAGS),
+            f"{name} is a launcher's: start with torchrun --nproc_per_node=GPUS train_gpt.py, which sets "
+            "RANK, WORLD_SIZE and LOCAL_RANK")
     longer = [known for known in NAMES if typed and known.startswith(typed)]
     nearest = dict(near_misses([typed])).get(typed, [*longer, "help"][0]).lower().replace("_", "-")
     raise Refused(f"unknown argument {name}; did you mean --{nearest}?")
@@ -7908,15 +7851,34 @@ def check_speed(cfg: Config, team: Team, log: Logger) -> None:
         require(cfg.dry_run or cfg.device == "cpu", why)
         log(f"machine: {why}")
 
-def warn(cfg: Config, argv: Sequence[str], env: Mapping, team: Team, log: Logger) -> None:
-    """Warns about settings that were given but have no effect. Raises Refused as check_speed() does."""
-    for name in sorted(given_names(env, argv) & {*cfg.unused}):
+def given_names(env: Mapping[str, str], argv: Sequence[str]) -> set[str]:
+    """The constants that an environment and a command line set."""
+    typed = {*env, *dict(parse_flags(argv))}
+    return {name for word, name in NAMES.items() if word in typed}
+
+def warn(run: Run, argv: Sequence[str], env: Mapping) -> None:
+    """Warns about settings that were given but have no effect. Raises Refused as check_speed() does. A model
+    is scored on the dataset that it was trained on, unless data_path was given, if that dataset lies beside
+    the recipe's."""
+    cfg = run.cfg
+    log = run.log
+    given = given_names(env, argv)
+    for name in sorted(given & {*cfg.unused}):
         log(f"{name}: accepted, as the public script has it; {cfg.preset} does not need it")
     for typed, name in near_misses(env):
         log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
     if env.get("LOGGER"):
         log("warning: LOGGER works only through ./run.sh")
-    check_speed(cfg, team, log)
+    if cfg.compile and run.team.cache_note:
+        log(run.team.cache_note)
+    if cfg.compile and torch._dynamo.config.disable:
+        log("compile: TORCH_COMPILE_DISABLE turns it off; training uncompiled")
+    check_speed(cfg, run.team, log)
+    if run.model and run.model.trained_on and "data_path" not in given:
+        own = Path(cfg.data_path).parent / run.model.trained_on["name"]
+        if own.is_dir() and str(own) != cfg.data_path:
+            log(f"data: {own}, which the model was trained on")
+            run.cfg = replace(cfg, data_path=str(own))
 
 def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
     """The preset named on the command line or in the environment, whatever else they hold; the default one if
@@ -7930,8 +7892,12 @@ def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
             return name
     return default_preset()
 
-def print_help(env: Mapping[str, str], argv: Sequence[str]) -> None:
-    """Prints the constants of the named preset only."""
+def print_help(env: Mapping[str, str], argv: Sequence[str]) -> bool:
+    """Prints the docstring and the constants of the named preset only, if help is asked for. Returns whether
+    it is."""
+    if not {"--help", "-h"} & {*argv}:
+        return False
+    print(script_source().decode().split('"""')[1])  # `python -OO` leaves out __doc__
     preset = preset_of(env, argv)
     cfg = preset_config(preset)
     print(f"Constants of {preset}, as NAME=value in the environment or --name=value (range) [value]")
@@ -7946,6 +7912,7 @@ def print_help(env: Mapping[str, str], argv: Sequence[str]) -> None:
         print(f"  --{name.replace('_', '-'):28} {limits['doc']}{accepts}  [{show(value)}]")
     print("Aliases: " + ", ".join([" = ".join(pair) for pair in ALIASES.items()]))
     print(f"Presets: {', '.join(RECIPES)}; --preset=NAME --help lists another one's constants")
+    return True
 
 ENTRY_BYTES = 64  # a tensor's name and place, compressed
 # Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log, 0.9963 to 0.9967 in
@@ -8046,13 +8013,20 @@ def stage_lines(cfg: Config) -> Iterator[str]:
     sizes = cfg.windows(None, cfg.eval_context or T)
     yield f"{line}, {listed(sizes)}" if sizes else line
 
-def log_plan(run: Run) -> None:
+def log_plan(run: Run) -> bool:
     """Logs the plan of a run that trains. Raises Refused if training rows may hold too many documents for
-    FlashAttention 4."""
+    FlashAttention 4. Of a model with prompts to continue, shows samples instead. Returns whether they were
+    all that was asked for."""
     cfg = run.cfg
+    if cfg.eval_from:
+        only_samples = "sample" in overrides(cfg) and not cfg.dry_run
+        if only_samples:
+            show_samples(run.model, cfg, run.data, run.team, run.log)
+        return only_samples
     if run.loader and cfg.sdpa_backend == "flash4":
         check_slots(cfg, run.loader.packer)
     run.log(*plan_lines(cfg, run.team, run.micro))
+    return False
 
 @torch.no_grad()
 def generate(model: Model, prompt: list[int], count: int, temperature: float, top_k: int = 0,
@@ -8106,12 +8080,12 @@ def plot_curves(curves: dict[str, Curve], title: str, path: Path, log: Logger) -
     except Exception as error:
         log(f"loss.png: not drawn ({brief(error)})")
 
-def show_model(model: Model, cfg: Config, data: Data, team: "Team", log: Logger,
-               curves: dict[str, Curve] | None = None, title: str = "", path: Path | None = None) -> None:
+def show_model(model: Model, cfg: Config, data: Data, team: "Team", log: Logger, run: Run | None = None,
+               score: str = "") -> None:
     """Logs samples of a model and, at the end of a run that trained, plots its curves."""
     show_samples(model, cfg, data, team, log)
-    if curves:
-        plot_curves(curves, title, path, log)
+    if run and run.state:
+        plot_curves(run.state.curves, f"{cfg.preset}: {score}", run.folder / "loss.png", log)
 
 FLASH_BETA = 26  # the first beta of flash-attn-4 4.0.0 whose block-sparse backward pass has no race
 FLASH_ENTRIES = 65_534  # documents in a call; with more, FlashAttention 3 ended the process

@@ -11,6 +11,7 @@ import train_gpt
 from golden_common import (MATRICES, Later, difference, fake_team, kind_of, loss_of_split, make_loader,
                            make_optimizer, open_shards, parameter_rows, replace, set_fixture,
                            step_on_gradients)
+from helpers import calibrated
 
 
 class GolfPlus(Later):
@@ -206,7 +207,7 @@ def test_golf_plus_calibration(golf_plus, monkeypatch):
     cfg = replace(golf_plus.cfg, gptq_batches=len(batches))
     team = fake_team()
     team.dtype = torch.float32
-    found = cfg.calibrate(golf_plus.model(), None, team, print)
+    found = calibrated(cfg, golf_plus.model(), None, team)
     assert names and not batches
     assert {kind_of(name) for name in found} == {*MATRICES, "embed"}
     for name in names:

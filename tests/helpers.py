@@ -167,7 +167,16 @@ def fake_team(rank=0, world_size=1):
     """What Loader and evaluate ask of a Team, without ranks that talk to each other."""
     import torch
     return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), on_gpu=False,
-                           cache_note="")
+                           cache_note="", wait=lambda: None)
+
+
+def calibrated(cfg, model, data, team, log=print):
+    """What cfg.calibrate() finds in a run of that model."""
+    import train_gpt
+    run = train_gpt.Run(cfg, cfg, team, log, None, "", data=data, model=model)
+    found = cfg.calibrate(run)
+    assert run.report["calibration_ms"] >= 0
+    return found
 
 
 def run_cli(cwd, *args, ranks=0, env=None, timeout=300, script=SCRIPT, python=""):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import fork_server
 import train_gpt
-from helpers import ROOT, TOY, add_gradients, init_parameters, slow_but, toy_config, toy_of
+from helpers import ROOT, TOY, add_gradients, calibrated, init_parameters, slow_but, toy_config, toy_of
 from test_speedrun_plus import randomised, small, some_tokens
 from train_gpt import preset_config, read_checkpoint
 
@@ -203,14 +203,14 @@ CALIBRATE = """
 import os, sys
 import torch
 import train_gpt
-from helpers import init_parameters, toy_config
+from helpers import calibrated, init_parameters, toy_config
 cfg = toy_config(sys.argv[1], "golf_plus", packing="spans", num_layers=2, loop_layers=(0,),
                  gptq_batches=int(sys.argv[2]))
 team = train_gpt.Team(cfg, os.environ)
 data = train_gpt.open_data(cfg, lambda *_: None)
 model = cfg.make_model(train_gpt.Kernels())
 init_parameters(model, 1)
-found = cfg.calibrate(model, data, team, print)
+found = calibrated(cfg, model, data, team)
 if team.rank == 0:
     torch.save(found, sys.argv[3])
 """
@@ -249,7 +249,7 @@ def test_golf_plus_calibration_ends_in_time(seconds, cap, made, tiny_data, monke
     batches = []
     real = train_gpt.Loader.next
     monkeypatch.setattr(train_gpt.Loader, "next", lambda *args: batches.append(1) or real(*args))
-    found = cfg.calibrate(model, data, train_gpt.Team(cfg, {}))
+    found = calibrated(cfg, model, data, train_gpt.Team(cfg, {}))
     assert len(batches) == made and found
     said = "calibration: 1 of 7 batches, as more would take longer than 0.001 s\n"
     assert capsys.readouterr().out == (said if made == 1 else "")
@@ -266,7 +266,7 @@ def test_golf_plus_calibration_ends_with_the_slowest_rank(tiny_data, monkeypatch
     said = []
     monkeypatch.setattr(train_gpt, "all_reduce",
                         lambda tensor, *how: tensor + 1e7 if how == ("MAX",) else real(tensor, *how))
-    cfg.calibrate(model, data, train_gpt.Team(cfg, {}), said.append)
+    calibrated(cfg, model, data, train_gpt.Team(cfg, {}), said.append)
     assert said == ["calibration: 1 of 7 batches, as more would take longer than 1e+06 s"]
 
 
@@ -289,7 +289,7 @@ def test_golf_plus_rounds_on_the_device(tiny_data, monkeypatch):
 
     monkeypatch.setattr(train_gpt, "all_reduce", all_reduce)
     monkeypatch.setattr(train_gpt, "gptq", gptq)
-    hessians = cfg.calibrate(model, data, train_gpt.Team(cfg, {}))
+    hessians = calibrated(cfg, model, data, train_gpt.Team(cfg, {}))
     assert {hessian.device.type for hessian in hessians.values()} == {"meta"}
     rows, scale = train_gpt.quantize_by_gptq(model.blocks[0].query.data, 0.1, 7, hessians["blocks.0.query"])
     assert seen == [{"meta"}] and rows.device.type == scale.device.type == "cpu"

@@ -130,7 +130,7 @@ def test_a_script_has_no_lab(modules):
     module = modules("golf")
     assert module.LAB == {} and not hasattr(module, "near_misses") and {*train_gpt.LAB} == {
         "unknown", "warnings", "help", "plan", "show", "attention"}
-    for argv in (["--matrxi-lr=1"], ["--bigram-rows=1"]):
+    for argv in (["--matrxi-lr=1"], ["--bigram-rows=1"], ["--help"], ["--nnodes=2"]):
         with pytest.raises(module.Refused, match=f"unknown argument {argv[0][:8]}"):
             module.load_config({}, argv)
 

@@ -663,10 +663,12 @@ def entropy_bytes(tensors: dict[str, Tensor]) -> int:
 def codec_table(settings: dict[str, str], path: str) -> None:
     """Prints per codec val_bpb and what rounding costs, bytes by zlib, by brotli as the trainer uses it and
     by lzma with lc=0, what an ideal coder of each tensor would need, and the seconds to read it back."""
-    cfg = train_gpt.load_config(dict(os.environ) | settings | dict(DEVICE="cpu"))
-    data = train_gpt.open_data(cfg, lambda *_: None)
-    team = train_gpt.Team(cfg, {})
-    model, cfg = train_gpt.load_model(path, "cpu", cfg)
+    asked = train_gpt.load_config(dict(os.environ) | settings | dict(DEVICE="cpu"))
+    data = train_gpt.open_data(asked, lambda *_: None)
+    team = train_gpt.Team(asked, {})
+    model, cfg = train_gpt.load_model(path, "cpu", asked)
+    if cfg.preset != asked.preset:
+        raise SystemExit(f"bench: the file is of {cfg.preset}: set PRESET={cfg.preset}")
     base = train_gpt.evaluate(model, cfg, data, team).val_bpb
     to_bytes = train_gpt.to_bytes
     seen: list[tuple[dict[str, Tensor], bytes]] = []
