@@ -51,7 +51,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import IO, Any, ClassVar, Generic, NamedTuple, TextIO, TypeAlias, TypeVar
@@ -1380,6 +1380,14 @@ def warmdown_done(progress: float, part: float) -> float:
 DATA_ARGUMENTS = {"embedded": "", "fineweb10B_sp1024": " sp1024 -n 80", "fineweb10B_sp8192": " sp8192 -n 128",
                   "fineweb10B_gpt2": " gpt2", "climbmix": " climbmix", "fineweb_edu": " fineweb-edu"}
 
+@dataclass(frozen=True)
+class Shard:
+    """A .bin file of training tokens. It is open only while they are read: a memory map keeps its file open,
+    and a process may have only some 1,024 open."""
+    path: Path
+    size: int  # in tokens
+    groups: list | None = None  # documents in each row group of the parquet file that it was made from
+
 def open_shard(path: Path, tokens: int | None = None) -> np.memmap:
     """A .bin shard -> uint16 (n,). tokens: how many the manifest says there are. Raises Refused.
 
@@ -1390,40 +1398,20 @@ def open_shard(path: Path, tokens: int | None = None) -> np.memmap:
             f"{path.name} is damaged ({held:.1f} tokens, header {head}, manifest {tokens}): ./run.sh data")
     return np.memmap(path, "<u2", "r", 1024)
 
-def check_tokens(tokens: "np.ndarray | Shard", vocab_size: int, name: str) -> None:
+def check_tokens(tokens: np.ndarray, vocab_size: int, name: str) -> None:
     """Raises Refused for tokens (n,) beyond the vocabulary."""
     largest = tokens.max(initial=0)
     require(largest < vocab_size, f"{name} holds token {largest}, but vocab_size is {vocab_size}")
 
-class Shard:
-    """Tokens of a .bin file that is open only while they are read: a memory map keeps a file open, and a
-    process may have only some 1,024 open."""
-    def __init__(self, path: Path, tokens: int | None = None):
-        self.filename = path
-        self.size = len(open_shard(path, tokens))
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, place: int | slice) -> np.ndarray:
-        return np.array(np.memmap(self.filename, "<u2", "r", 1024)[place])
-
-    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
-        return np.fromfile(self.filename, "<u2", offset=1024).astype(dtype or "<u2", copy=False)
-
-    def max(self, initial: int) -> int:
-        return np.memmap(self.filename, "<u2", "r", 1024).max(initial=initial)
-
 class Data(NamedTuple):
     """A dataset, opened and checked."""
-    train: "dict[str, Shard]"  # {shard's name: Shard}
+    train: dict[str, Shard]  # {name: Shard}
     val: np.ndarray  # tokens of the whole split, uint16
     tokenizer: Any  # SentencePieceProcessor, or None
     vocab_size: int
     bos: int  # token that begins a document
     val_bytes: int | None  # UTF-8 bytes of the val text; None: no val_bpb
     about: dict  # for result.json
-    groups: dict = {}  # {shard's name: documents in each parquet row group}
 
     def identity(self) -> dict:
         """What a model's files record about its data, to detect other data of the same name."""
@@ -1451,17 +1439,18 @@ def beginnings(tokens: np.ndarray, bos: int) -> list[bytes]:
     ends = np.append(starts[1:], len(tokens))
     return [tokens[start:start + BEGINNING].tobytes() for start in starts[ends - starts >= BEGINNING]]
 
-def refuse_val_in_train(train: "dict[str, Shard]", val: np.ndarray, bos: int, name: str) -> None:
+def refuse_val_in_train(train: dict[str, Shard], val: np.ndarray, bos: int, name: str) -> None:
     """For data without document hashes: samples documents of each train shard. Raises Refused if at least
     nine of them, and at least a twentieth, are in val; web text does not repeat itself that much."""
     known = set(beginnings(val, bos))
-    for shard, tokens in train.items():
+    for path, shard in train.items():
+        tokens = open_shard(shard.path)
         sample = set()
         for place in np.linspace(0, max(0, len(tokens) - PROBE_TOKENS), PROBES).astype(int):
             sample.update(beginnings(tokens[place:place + PROBE_TOKENS], bos))
         both = len(sample & known)
         require(both < 9 or 20 * both < len(sample),
-                f"{both} of {len(sample)} documents sampled from train shard {shard} of {name} are in val: "
+                f"{both} of {len(sample)} documents sampled from train shard {path} of {name} are in val: "
                 "leave it out or prepare the data again")
 
 def open_data(cfg: Config, log: Logger = print) -> Data:
@@ -1496,16 +1485,16 @@ def read_dataset(cfg: Config, folder: Path, get_it: str, log: Logger) -> Data:
     for file in manifest["files"]:
         path = file["path"]
         if file["split"] in splits:
-            splits[file["split"]][path] = Shard(folder / path, file.get("tokens"))
+            size = len(open_shard(folder / path, file.get("tokens")))
+            splits[file["split"]][path] = Shard(folder / path, size, file.get("row_groups"))
         if file["split"] == "val":
             sha256[path] = file_sha256(folder / path, file.get("sha256"))
     train = splits["train"]
     require(train and splits["val"], f"no train and val shards at {show(cfg.data_path)!r}: {get_it}", Missing)
     twice = sorted({*train} & {*splits["val"]})
-    if twice:
-        raise Refused(f"{name}: {twice[0]} is a train and a val shard")
-    val = np.concatenate([*splits["val"].values()])
-    train_tokens = sum(map(len, train.values()))
+    require(not twice, f"{name}: {', '.join(twice)} is a train and a val shard")
+    val = np.concatenate([open_shard(shard.path) for shard in splits["val"].values()])
+    train_tokens = sum([shard.size for shard in train.values()])
     least = (cfg.val_tokens or cfg.eval_context or cfg.train_seq_len) + 1
     require(len(val) >= least, f"the val split of {name} has {len(val)} tokens, but {least} are scored")
     log(f"data: {name} train tokens:{train_tokens} in {len(train)} shards, val tokens:{len(val)}")
@@ -1541,8 +1530,7 @@ def read_dataset(cfg: Config, folder: Path, get_it: str, log: Logger) -> Data:
         log(f"data: not the text that {cfg.preset} is scored on (fingerprint {cfg.data_fingerprint})")
     about = dict(name=name, fingerprint=fingerprint, train_tokens=train_tokens, val_tokens=len(val),
                  val_bytes=val_bytes, tokenizer=next(iter(digest.values()), None), sha256=sha256)
-    groups = {file["path"]: file["row_groups"] for file in manifest["files"] if "row_groups" in file}
-    return Data(train, val, tokenizer, vocab_size, bos, val_bytes, about, groups)
+    return Data(train, val, tokenizer, vocab_size, bos, val_bytes, about)
 
 def open_tokenizer(cfg: Config, manifest: dict[str, Any], folder: Path) -> tuple:
     """(SentencePieceProcessor or None, vocab_size, BOS, {file's name: its digest}). Raises Refused."""
@@ -1595,19 +1583,15 @@ class Packer(ABC):
     any_length = False  # may rows be longer in later stages?
 
     def __init__(self, cfg: Config, data: Data, loader: "Loader"):
-        self.cfg = cfg
         self.loader = loader
         self.team = loader.team
+        self.held_tokens = loader.total  # training tokens in a pass over the data
 
     @abstractmethod
     def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
         """Plans a step of n rows, each of T tokens and a last target -> (each row's pieces [(start, length)],
         the position after the step). The rows are those of all ranks or only of this one. doc_len:
         Stage.doc_len."""
-
-    def held_tokens(self) -> int:
-        """Training tokens in a pass over the data."""
-        return self.loader.total
 
 class Rows(Packer):
     """The stream cut every T tokens; with shuffle, in one random order. The position counts rows."""
@@ -1644,7 +1628,7 @@ class DocumentIndex:
         starts = []
         lengths = []
         for shard, low, end in zip(loader.shards, loader.edges, loader.edges[1:]):
-            here = low + np.flatnonzero(np.asarray(shard) == bos)
+            here = low + np.flatnonzero(open_shard(shard.path) == bos)
             starts.append(here)
             lengths.append(np.diff(here, append=end))
         self.shard_of = np.repeat(np.arange(len(starts)), [len(here) for here in starts])
@@ -1688,39 +1672,32 @@ class Loader:
         self.position = 0
         self.ahead = {}  # {what a step asks for: the job that reads it}
         self.thread = ThreadPoolExecutor(1)
-        self.tokenizer = data.tokenizer
         self.vocab_size = data.vocab_size
         self.names = [*data.train]
         self.shards = [*data.train.values()]
-        self.files = {}
-        for i in range(min(len(self.shards), self.MOST_FILES)):
-            self.file(i)
-        self.edges = np.cumsum([0, *map(len, self.shards)])
+        # path -> open file; too many are never open, as the one that leaves the cache is closed
+        self.file = lru_cache(self.MOST_FILES)(partial(open, mode="rb"))
+        for shard in self.shards[:self.MOST_FILES]:
+            self.file(shard.path)
+        self.edges = np.cumsum([0, *[shard.size for shard in self.shards]])
         self.total = int(self.edges[-1])
         self.rows = (self.total - 1) // self.T
         require(self.rows > 0, f"the train tokens do not fill a row of {self.T}")
         self.packer = cfg.packers[cfg.packing](cfg, data, self)
-        held = self.packer.held_tokens()
+        held = self.packer.held_tokens
         needed = planned_tokens(cfg)
         enough = needed <= cfg.max_epochs * held or not cfg.max_epochs or cfg.max_wallclock_seconds
         require(enough or cfg.eval_from,
                 f"{needed} train tokens are needed, max_epochs={cfg.max_epochs} of {held} allowed", Missing)
 
-    def file(self, i: int) -> io.BufferedReader:
-        """The open file of shard i. If too many are open, it closes the least recently used one."""
-        file = self.files.pop(i, None)
-        if file is None:
-            file = open(self.shards[i].filename, "rb")
-        self.files[i] = file  # now the most recently used one
-        if len(self.files) > self.MOST_FILES:
-            self.files.pop(next(iter(self.files))).close()
-        return file
-
     def check(self) -> None:
         """Reads every shard, before the clock. Raises Refused for tokens beyond the vocabulary."""
         with ThreadPoolExecutor(8) as pool:
-            names = [f"shard {name}" for name in self.names]
-            list(pool.map(check_tokens, self.shards, [self.vocab_size] * len(names), names))
+            list(pool.map(self.check_shard, self.names, self.shards))
+
+    def check_shard(self, name: str, shard: Shard) -> None:
+        """Raises Refused for tokens beyond the vocabulary."""
+        check_tokens(open_shard(shard.path), self.vocab_size, f"shard {name}")
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens of the endless stream, int64. Uses pread: reading a memory-mapped shard that
@@ -1728,7 +1705,8 @@ class Loader:
         start %= self.total
         i = int(np.searchsorted(self.edges, start, "right")) - 1
         here = min(count, int(self.edges[i + 1]) - start)
-        raw = os.pread(self.file(i).fileno(), 2 * here, 1024 + 2 * int(start - self.edges[i]))
+        raw = os.pread(self.file(self.shards[i].path).fileno(), 2 * here,
+                       1024 + 2 * int(start - self.edges[i]))
         require(len(raw) == 2 * here, f"shard {self.names[i]} cannot be read to its end")
         part = np.frombuffer(raw, "<u2").astype(np.int64)
         if here == count:
@@ -4385,10 +4363,11 @@ class CountingModel(Model):
             return False
         run.log("counting n-grams")
         began = time.perf_counter()
-        if run.loader.tokenizer:  # without one each token is a word
-            self.counts.starts.copy_(word_starts(texts_of_tokens(self.counts.cfg, run.loader.tokenizer)))
+        if run.data.tokenizer:  # without one each token is a word
+            self.counts.starts.copy_(word_starts(texts_of_tokens(self.counts.cfg, run.data.tokenizer)))
         try:
-            self.counts.count(np.concatenate(run.loader.shards))
+            tokens = [np.array(open_shard(shard.path)) for shard in run.loader.shards]  # one open at a time
+            self.counts.count(np.concatenate(tokens))
         except (MemoryError, RuntimeError) as error:
             if out_of_memory(error) or "bad_alloc" in str(error):  # raised by torch.sort
                 raise Refused("no memory left to count n-grams: MEMORY=0 goes without them") from None
@@ -4721,7 +4700,7 @@ class TinyModel(CountingModel):
                     f"vocab_size {V}, only up to {MOST_BIGRAM_VOCAB}")
             return counted
         began = time.perf_counter()
-        counts = bigram_counts(run.loader.shards[0][:1 << 26], V)
+        counts = bigram_counts(open_shard(run.loader.shards[0].path)[:1 << 26], V)
         embed, head = factorize_bigrams(counts, cfg.model_dim, cfg.seed)
         values = run.team.share(dict(embed=embed, head=head))
         for bank in run.optimizer.banks:
@@ -5095,7 +5074,7 @@ class Shards(RankRows):
     def __init__(self, cfg: Config, data: Data, loader: "Loader"):
         super().__init__(cfg, data, loader)
         dealt = [loader.shards[rank::self.team.world_size] for rank in range(self.team.world_size)]
-        enough = all([max(map(len, part), default=0) > loader.T for part in dealt])
+        enough = all([max([shard.size for shard in part], default=0) > loader.T for part in dealt])
         require(enough or cfg.eval_from, f"packing=shards deals {len(loader.shards)} shards to "
                 f"{self.team.world_size} ranks, so some get no row of {loader.T} tokens: use fewer ranks")
 
@@ -5107,7 +5086,7 @@ class Shards(RankRows):
         while True:
             if not any(left.values()):
                 for shard in left:
-                    size = len(loader.shards[shard])
+                    size = loader.shards[shard].size
                     phase = int(draw.integers(max(0, min(T - 1, size - T - 1)) + 1))
                     order = draw.permutation((size - 1 - phase) // T)
                     left[shard] = (loader.edges[shard] + phase + order * T).tolist()
@@ -5593,9 +5572,7 @@ class Documents(Packer):
         cuts = {min(stage.doc_len or index.longest, index.longest) for stage in cfg.stages()}
         self.cut = {cut: index.lengths.clip(max=cut) for cut in cuts | {index.longest}}
         self.filled = {cut: np.cumsum([0, *lengths]) for cut, lengths in self.cut.items()}
-
-    def held_tokens(self) -> int:
-        return self.filled[self.index.longest][-1]
+        self.held_tokens = self.filled[index.longest][-1]
 
     def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
         """Makes one row for every rank at a time, from the documents of one shard."""
@@ -6670,7 +6647,7 @@ class SeveralTargets(Model):
         """Finds the prefix token of each token."""
         if not self.cfg.prefix_weight:
             return False
-        self.prefixes.copy_(prefix_tokens(texts_of_tokens(self.cfg, run.loader.tokenizer)))
+        self.prefixes.copy_(prefix_tokens(texts_of_tokens(self.cfg, run.data.tokenizer)))
         found = (self.prefixes >= 0).sum().item()
         run.log(f"prefix tokens: {found} of {self.cfg.vocab_size} tokens have one")
         return True
@@ -7062,9 +7039,9 @@ class BestFit(RankRows):
         super().__init__(cfg, data, loader)
         self.index = index = DocumentIndex(cfg, data, loader)
         self.groups = []
-        for shard, name in enumerate(loader.names):
-            first, end = np.searchsorted(index.shard_of, [shard, shard + 1]).tolist()
-            sizes = data.groups.get(name) or [self.GROUP] * math.ceil((end - first) / self.GROUP)
+        for number, shard in enumerate(loader.shards):
+            first, end = np.searchsorted(index.shard_of, [number, number + 1]).tolist()
+            sizes = shard.groups or [self.GROUP] * math.ceil((end - first) / self.GROUP)
             edges = [first, *(first + np.cumsum(sizes)).clip(max=end).tolist()]
             self.groups.append(list(zip(edges, edges[1:])))
         groups = max(map(len, self.groups))

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,12 +64,12 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
 
 
 def shard_file(tokens):
-    """A shard as open_shard returns it; its file goes when it does."""
+    """A Shard; its file goes when it does."""
     import train_gpt
     file = tempfile.NamedTemporaryFile(suffix=".bin")
     write_shard(file.name, tokens)
-    shard = train_gpt.open_shard(Path(file.name))
-    shard.file = file
+    shard = train_gpt.Shard(Path(file.name), len(tokens))
+    weakref.finalize(shard, file.close)
     return shard
 
 
