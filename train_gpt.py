@@ -1757,20 +1757,19 @@ def compile_once(function: Callable[..., Any], dynamic: bool = False) -> Callabl
     return torch.compile(function, dynamic=dynamic, fullgraph=True)
 
 @torch.no_grad()
-def score_rows(model: Model, cfg: Config, rows: list, team: "Team", stage: Stage | None = None,
-               compiled: bool = False) -> Iterator[tuple]:
-    """rows: [(ids, first)], with targets ids[first:]. Yields (a row's index, the nats of its targets in fp64
-    (n,), whether each target was the likeliest token (n,)), in batches of similar length, longest first.
+def score_rows(model: Model, cfg: Config, rows: list, team: "Team", score: Callable[..., Tensor],
+               stage: Stage | None = None, compiled: bool = False) -> Iterator[tuple[int, Tensor]]:
+    """rows: [(ids, first)], with targets ids[first:]. Yields (a row's index, the scores of its targets), in
+    batches of similar length, longest first. score: score_targets(), or a function with its arguments.
     stage: the one whose windows and loops apply; None: those of evaluation. compiled: pads all batches to
     the shape of the largest one."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     tokens = cfg.val_batch_size if team.on_gpu else min(cfg.val_batch_size, CPU_SCORE_TOKENS)
     hidden = model.hidden
-    score = score_targets
     context = None
     if compiled:
         hidden = model.compiled_hidden()
-        score = compile_once(score_targets, dynamic=True)
+        score = compile_once(score, dynamic=True)
     while order:
         # 1. The longest rows left, padded with zeros.
         if not (compiled and context):
@@ -1791,19 +1790,15 @@ def score_rows(model: Model, cfg: Config, rows: list, team: "Team", stage: Stage
         places = torch.from_numpy(np.flatnonzero(wanted)).to(team.device)
         x = hidden(torch.from_numpy(ids[:, :-1].copy()).to(team.device), context).flatten(0, 1)[places]
         at_once = MAX_SCORES // cfg.vocab_size
-        nats = []
-        hits = []
-        for part, its_targets in zip(x.split(at_once), targets.split(at_once)):
-            its_nats, its_hits = score(model, part, its_targets)
-            nats.append(its_nats)
-            hits.append(its_hits)
+        parts = zip(x.split(at_once), targets.split(at_once))
+        scores = [score(model, part, its_targets) for part, its_targets in parts]
         counts = [len(rows[i][0]) - rows[i][1] for i in here]
-        yield from zip(here, torch.cat(nats).cpu().split(counts), torch.cat(hits).cpu().split(counts))
+        yield from zip(here, torch.cat(scores).cpu().split(counts))
 
-def score_targets(model: Model, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Last activations (n, C), targets (n,) -> nats in fp64, whether each target is the likeliest, (n,)."""
+def score_targets(model: Model, x: Tensor, targets: Tensor) -> Tensor:
+    """Last activations (n, C), targets (n,) -> their nats in fp64 (n,)."""
     scores = F.log_softmax(model.logits(x), -1)  # as in log_probs
-    return -scores.gather(-1, targets[:, None])[:, 0].double(), scores.argmax(-1) == targets
+    return -scores.gather(-1, targets[:, None])[:, 0].double()
 
 def evaluate(model: Model, cfg: Config, data: Data, team: "Team", stage: Stage | None = None) -> Score:
     """Score of the first val_tokens targets, with sums in fp64. stage: whose windows and loops apply; None:
@@ -1844,7 +1839,7 @@ def score_share(nats: np.ndarray, rows: list, model: Model, cfg: Config, tokens:
     """Scores this rank's share of evaluation_rows() and writes the nats into `nats`."""
     mine = rows[team.rank::team.world_size]
     asked = [(tokens[low:last + 1], first - low) for low, first, last in mine]
-    for i, found, _ in score_rows(model, cfg, asked, team, stage, compiled):
+    for i, found in score_rows(model, cfg, asked, team, score_targets, stage, compiled):
         _, first, last = mine[i]
         nats[first:last + 1] = found
 
@@ -7177,6 +7172,13 @@ def prompt_rows(task: Task, i: int, encode: Encode, bos: int, longest: int) -> l
         found.append((tuple(row[cut:]), max(1, first - cut)))
     return found
 
+def score_with_hits(model: Model, x: Tensor, targets: Tensor) -> Tensor:
+    """score_targets(), and beside the nats of each target whether it is the likeliest token: (n, 2)."""
+    scores = F.log_softmax(model.logits(x), -1)
+    nats = -scores.gather(-1, targets[:, None])[:, 0].double()
+    hits = scores.argmax(-1) == targets
+    return torch.stack((nats, hits.double()), -1)
+
 def pick_options(model: Model, cfg: Config, task: Task, encode: Encode, bos: int,
                  team: "Team") -> dict[int, int]:
     """{example of this rank: pick}. A pick is the option with the lowest mean loss, the first one of a tie,
@@ -7193,7 +7195,8 @@ def pick_options(model: Model, cfg: Config, task: Task, encode: Encode, bos: int
         options.append(numbers)
     nats = np.full(len(table) + 1, math.inf)  # the last place is that of number -1
     right = np.zeros(len(table) + 1, bool)
-    for n, losses, hits in score_rows(model, cfg, [*table], team):
+    for n, found in score_rows(model, cfg, [*table], team, score_with_hits):
+        losses, hits = found.T.contiguous()
         nats[n] = losses.mean()
         right[n] = hits.all()
     wins = right if task.kind == "language_modeling" else np.isfinite(nats)
