@@ -97,7 +97,6 @@ Cap = tuple[float, float, float]  # cap, shift and width of softcap()
 Mask: TypeAlias = Tensor | BlockMask | tuple[int, Tensor | None, int] | None
 RowLosses = Callable[..., tuple[Tensor, Tensor]]  # row_losses() or its faster version
 Scales: TypeAlias = tuple[float | Tensor | None, ...]  # of fp8 tensors; None: by the maximum
-Hessians = dict[str, Tensor]  # {parameter: what calibrate() found}
 Curve = list[tuple[int, float, float]]  # [(step, training seconds, loss)]
 
 def require(condition: object, sentence: str, error: type[Exception] = Refused) -> None:
@@ -206,12 +205,24 @@ class Recipe(ABC, Generic[Stages]):
         return []
 
     def calibrate(self, model: "Model", data: "Data", team: "Team", log: Logger = print) -> dict:
-        """{parameter: hessian for quantize()} from training data. Its time counts as training, so a recipe
-        that calibrates has a lower cap."""
+        """Sets model.hessians from training data; returns its part of the result. Its time counts as
+        training, so a recipe that calibrates has a lower cap."""
         return {}
 
-    def wider_steps(self, model: "Model", hessians: Hessians, coarser: float, size: float,
-                    most: float) -> float:
+    def codec(self) -> str:
+        """How the artifact is compressed; the first four letters are part of its file's name."""
+        return "int8+zlib"
+
+    def compress(self, raw: bytes) -> bytes:
+        """Compresses the artifact."""
+        return zlib.compress(raw, 9)
+
+    @staticmethod
+    def decompress(packed: bytes) -> bytes:
+        """The inverse of compress() with any constants. Raises zlib.error for what another recipe packed."""
+        return zlib.decompress(packed)
+
+    def wider_steps(self, model: "Model", coarser: float, size: float, most: float) -> float:
         """The `coarser` to try next, so that `size` bytes shrink to `most`."""
         bits = 8 * (size - most) / sum([p.numel() for p in model.parameters()])
         return coarser * max(1.002, 2**bits)  # doubling the steps saves one bit per weight
@@ -291,7 +302,7 @@ class Config(Recipe[Stages]):
     # artifact
     score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
     artifact_bytes_limit: int = optional(0, "limit of artifact plus script in bytes; 0: none")
-    artifact_codec: str = option("zlib", "compressor", choices=("zlib", "brotli"))
+    artifact_codec: str = option("zlib", "compressor", choices=("zlib",))
     artifact_keep: int = option(65_536, "tensors of at most this many numbers are stored as fp16")
 
     def check(self) -> None:
@@ -789,6 +800,7 @@ class Model(nn.Module):
     """The interface of a recipe's model. Subclasses also set cfg (the recipe's constants), embed and head
     ((V, C); the same parameter if tied) and blocks."""
     trained_on: dict | None = None  # Data.identity(); None: unknown
+    hessians: dict[str, Tensor] = {}  # {parameter: its hessian for quantize()}, see Recipe.calibrate()
     # {field of Kernels: the readable function, where no other is chosen}
     readable: dict = dict(attention=causal_attention)
 
@@ -1885,36 +1897,16 @@ def sliding_score(model: Model, cfg: Any, data: Data, team: "Team", log: Logger)
 # ---------- 9 artifact
 CLIP_PERCENTILE = 99.99984  # percentile of a row's magnitudes; larger ones are clipped
 MIN_SCALE = 2**-24  # the smallest fp16 number
-SHUFFLED = b"BSHF\x02"  # a brotli payload is this, the bytes at even places, then those at odd places
-
-def codec(cfg: Config) -> str:
-    """How the artifact is compressed; the first four letters are part of its file's name."""
-    kind = cfg.artifact_codec
-    if cfg.eval_from:  # by the file's name
-        kind = "brotli" if ".brot." in cfg.eval_from else "zlib"
-    return "brotli" if kind == "brotli" else "int8+zlib"
-
-def compress(raw: bytes, kind: str) -> bytes:
-    """kind: what codec() returns."""
-    if kind == "brotli":
-        import brotli
-        return brotli.compress(SHUFFLED + raw[::2] + raw[1::2])
-    return zlib.compress(raw, 9)
 
 def decompress(packed: bytes) -> bytes:
-    """The inverse of compress() for both kinds."""
-    if packed[:1] == b"x":
-        return zlib.decompress(packed)
-    import brotli
-    both = brotli.decompress(packed)[len(SHUFFLED):]
-    raw = bytearray(len(both))
-    half = (len(both) + 1) // 2
-    raw[::2] = both[:half]
-    raw[1::2] = both[half:]
-    return bytes(raw)
+    """The inverse of compress() of whichever recipe has packed it. Raises ValueError and others."""
+    for recipe in RECIPES.values():
+        with suppress(zlib.error):
+            return recipe.decompress(packed)
+    raise ValueError("cut short, or compressed in another way")
 
 def artifact_name(cfg: Config) -> str:
-    return f"final_model.{codec(cfg)[:4]}.ptz"
+    return f"final_model.{cfg.codec()[:4]}.ptz"
 
 def quantize_by_maximum(w: Tensor, levels: float, floor: float) -> tuple[Tensor, Tensor]:
     """w (R, C) -> int8 (R, C), clipped to +-levels, and fp16 scales (R,). A row's scale is its
@@ -1936,32 +1928,31 @@ def packed_tensors(w: Tensor, row: Row, cfg: Config, numbers: int, hessian: Tens
     rows, scales = cfg.quantize(row, w, coarser, hessian)
     return {".int8": rows, ".scale": scales}
 
-def pack_artifact(model: Model, hessians: Hessians | None = None, coarser: float = 1.0) -> bytes:
-    """The artifact: packed_tensors() of each parameter and the constants of the model. hessians: what
-    cfg.calibrate() returns. Raises Refused for weights that are too large."""
+def pack_artifact(model: Model, coarser: float = 1.0) -> bytes:
+    """The artifact: packed_tensors() of each parameter, the state and the constants of the model. Raises
+    Refused for weights that are too large."""
     cfg = model.cfg
     table = cfg.parameter_table()
     tensors = {}
-    for name, w in stored(model).items():
-        parts = {"": w}  # integer tensors are stored as they are
-        if w.is_floating_point():
-            hessian = (hessians or {}).get(name)
-            parts = packed_tensors(w, table[kind_of(name)], cfg, w.numel(), hessian, coarser)
+    for name, p in model.named_parameters():
+        w = p.detach().cpu()
+        parts = packed_tensors(w, table[kind_of(name)], cfg, w.numel(), model.hessians.get(name), coarser)
         tensors |= {name + end: part for end, part in parts.items()}
+    tensors |= model.state()
     require(all([t.isfinite().all() for t in tensors.values()]),
             "the weights outgrew the artifact's fp16: lower the learning rates")
     tensors = dict(sorted(tensors.items(), key=lambda pair: pair[1].element_size()))  # compresses better
-    return compress(to_bytes(cfg, tensors, model.trained_on), codec(cfg))
+    return cfg.compress(to_bytes(cfg, tensors, model.trained_on))
 
-def fitting_artifact(model: Model, most: int, log: Logger, hessians: Hessians | None = None) -> bytes:
+def fitting_artifact(model: Model, most: int, log: Logger) -> bytes:
     """pack_artifact() fitted into `most` bytes (0: no limit) by rounding steps up to 4 times as wide. If even
     that is too big, the steps stay as they were. It needs no training data, so it takes no training time."""
-    packed = pack_artifact(model, hessians)
+    packed = pack_artifact(model)
     coarser = 1.0
     smaller = packed
     while most and len(smaller) > most and coarser < 4:
-        coarser = min(4, model.cfg.wider_steps(model, hessians, coarser, len(smaller), most))
-        smaller = pack_artifact(model, hessians, coarser)
+        coarser = min(4, model.cfg.wider_steps(model, coarser, len(smaller), most))
+        smaller = pack_artifact(model, coarser)
     if coarser == 1 or len(smaller) > most:
         return packed
     log(f"artifact: {len(packed) - most} bytes over the limit; steps {coarser:.4f} times as wide fit")
@@ -2000,10 +1991,8 @@ def load_model(path: Path | str, device: torch.device | str = "cpu",
         if raw[:2] != b"PK":
             raw = decompress(raw)
         payload = read_zip(raw)
-        preset = payload["shape"]["preset"]
         tensors = payload["tensors"]
-        require(preset in RECIPES, f"this script has no preset {preset}")
-        cfg = RECIPES[preset].of_file(payload["shape"], base)
+        cfg = recipe_of(payload["shape"]["preset"]).of_file(payload["shape"], base)
         check_config(cfg)
         model = cfg.make_model(Kernels())
         model.trained_on = payload.get("data")
@@ -2036,7 +2025,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
         raise error
     os.replace(temporary, path)
 
-def write_model(model: Model, folder: Path, code: int, log: Logger, hessians: Hessians | None = None) -> dict:
+def write_model(model: Model, folder: Path, code: int, log: Logger) -> dict:
     """Writes final_model.pt and, if it is scored, the artifact -> their sizes. code: bytes of
     train_gpt.py."""
     cfg = model.cfg
@@ -2045,9 +2034,9 @@ def write_model(model: Model, folder: Path, code: int, log: Logger, hessians: He
     path = folder / "final_model.pt"
     write_atomically(path, partial(torch.save, to_payload(cfg, stored(model), model.trained_on)))
     if cfg.score_artifact:
-        kind = codec(cfg)
+        kind = cfg.codec()
         most = limit and max(1, limit - code)
-        packed = fitting_artifact(model, most, log, hessians)
+        packed = fitting_artifact(model, most, log)
         path = folder / artifact_name(cfg)
         write_atomically(path, lambda file: file.write(packed))
     size = path.stat().st_size
@@ -2095,9 +2084,7 @@ def read_checkpoint(folder: Path) -> tuple[dict | None, list[str]]:
 
 def config_of(payload: dict[str, Any]) -> Config:
     """The Config of a checkpoint. Raises Refused, TypeError."""
-    preset = payload["config"]["preset"]
-    require(preset in RECIPES, f"this script has no preset {preset}")
-    return RECIPES[preset](**payload["config"])
+    return recipe_of(payload["config"]["preset"])(**payload["config"])
 
 def find_checkpoint(cfg: Config, log: Logger) -> dict | None:
     """On rank 0: the newest whole checkpoint of run cfg.resume, checked against what was given with RESUME;
@@ -3525,8 +3512,6 @@ def prepare(run: Run) -> None:
         bos = cfg.bos_id or max(run.data.bos, 0)
         run.cfg = cfg = replace(cfg, vocab_size=run.data.vocab_size, bos_id=bos)
         run.loader = Loader(cfg, run.data, team, log)
-        if codec(cfg) == "brotli":
-            import brotli  # noqa: F401  a run would be lost without it
         if not cfg.dry_run:
             cfg.check_data(run.data)
     except Missing as error:
@@ -3593,15 +3578,10 @@ def write_and_read_back(run: Run) -> dict:
     """Writes the model's files; run.model becomes what the artifact holds. Returns sizes on rank 0."""
     report: dict[str, Any] = {}
     model = run.model
-    began = time.perf_counter()
-    hessians = {}
     if run.cfg.score_artifact:
-        hessians = run.cfg.calibrate(model, run.data, run.team, run.log)
-        run.team.wait()
-    if hessians:
-        report["calibration_ms"] = round(1e3 * (time.perf_counter() - began))
+        report |= run.cfg.calibrate(model, run.data, run.team, run.log)
     if run.team.rank == 0:  # other hosts lack the file
-        report |= write_model(model, run.folder, len(script_source()), run.log, hessians)
+        report |= write_model(model, run.folder, len(script_source()), run.log)
         run.log(kind="artifact", **report)
         if run.cfg.score_artifact:
             model.drop_state()  # makes room for the state in the file
@@ -3713,7 +3693,7 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     result["peak_memory"] = peak_memory(team, log)
     # 3. the scores
     for kind, score in scores.items():
-        tag = "final_model" if kind == "trained" else f"final_{codec(cfg).replace('+', '_')}_roundtrip"
+        tag = "final_model" if kind == "trained" else f"final_{cfg.codec().replace('+', '_')}_roundtrip"
         log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}", kind="score",
             tag=tag, **score._asdict())
         check_finite(score.val_loss, "the final val_loss", report.get("steps", 0), [])
@@ -5254,8 +5234,11 @@ class GolfPlus(GolfRecipe[LoopStage]):
         """Hessians for GPTQ; the tied embedding gets one from its inputs as lm_head."""
         if not self.gptq_batches:
             return {}
+        began = time.perf_counter()
         seconds = self.gptq_seconds if self.max_wallclock_seconds else 0.0
-        return input_hessians(model, self, data, team, self.gptq_batches, seconds, log)
+        model.hessians = input_hessians(model, self, data, team, self.gptq_batches, seconds, log)
+        team.wait()
+        return dict(calibration_ms=round(1e3 * (time.perf_counter() - began)))
 
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -5266,7 +5249,10 @@ class GolfPlus(GolfRecipe[LoopStage]):
         return quantize_by_gptq(w, row.step * coarser, row.levels, hessian)
 
     def check_data(self, data: "Data") -> None:
-        """Refuses a sliding evaluation that 8 H100s cannot finish in the 600 s that the game allows."""
+        """Refuses a sliding evaluation that 8 H100s cannot finish in the 600 s that the game allows, and a
+        machine without brotli."""
+        if self.codec() == "brotli":
+            import brotli  # noqa: F401  a run would be lost without it
         if not self.eval_sliding or not self.artifact_bytes_limit:
             return
         count = self.val_tokens or len(data.val)
@@ -5275,22 +5261,38 @@ class GolfPlus(GolfRecipe[LoopStage]):
                 f"sliding of {count} tokens takes more than {seconds:.0f} s on 8 H100, and the game allows "
                 "600: raise eval_sliding, or set artifact_bytes_limit=0")
 
-    def wider_steps(self, model: Model, hessians: Hessians, coarser: float, size: float,
-                    most: float) -> float:
+    def codec(self) -> str:
+        kind = self.artifact_codec
+        if self.eval_from:  # by the file's name
+            kind = "brotli" if ".brot." in self.eval_from else "zlib"
+        return "brotli" if kind == "brotli" else super().codec()
+
+    def compress(self, raw: bytes) -> bytes:
+        if self.codec() == "brotli":
+            return shuffle_and_compress(raw)
+        return super().compress(raw)
+
+    @staticmethod
+    def decompress(packed: bytes) -> bytes:
+        if packed[:1] == b"x":
+            return zlib.decompress(packed)
+        return decompress_and_unshuffle(packed)
+
+    def wider_steps(self, model: Model, coarser: float, size: float, most: float) -> float:
         """Searches by entropy, not compressed size: GPTQ takes seconds on a GPU, brotli half a minute."""
-        entropy = self.entropy(model, hessians, coarser)
+        entropy = self.entropy(model, coarser)
         aim = entropy * (1 - 1.05 * (1 - most / size))  # 5 % extra: brotli's size shrinks less than entropy
         while entropy > aim and coarser < 4:
-            coarser = super().wider_steps(model, hessians, coarser, entropy, aim)
-            entropy = self.entropy(model, hessians, coarser)
+            coarser = super().wider_steps(model, coarser, entropy, aim)
+            entropy = self.entropy(model, coarser)
         return coarser
 
-    def entropy(self, model: Model, hessians: Hessians | None, coarser: float) -> float:
+    def entropy(self, model: Model, coarser: float) -> float:
         """Bytes that an ideal coder needs for the rounded weights."""
         table = self.parameter_table()
         total = 0.0
         for name, w in stored(model).items():
-            hessian = (hessians or {}).get(name)
+            hessian = model.hessians.get(name)
             total += entropy_bytes(packed_tensors(w, table[kind_of(name)], self, w.numel(), hessian, coarser))
         return total
 
@@ -5446,6 +5448,23 @@ def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches:
     if made < planned:
         log(f"calibration: {made} of {planned} batches, as more would take longer than {seconds:g} s")
     return {name: all_reduce(total) / (made * team.world_size) for name, total in sums.items()}
+
+SHUFFLED = b"BSHF\x02"  # a brotli payload is this, the bytes at even places, then those at odd places
+
+def shuffle_and_compress(raw: bytes) -> bytes:
+    """The artifact's bytes, shuffled, by brotli."""
+    import brotli
+    return brotli.compress(SHUFFLED + raw[::2] + raw[1::2])
+
+def decompress_and_unshuffle(packed: bytes) -> bytes:
+    """The inverse of shuffle_and_compress()."""
+    import brotli
+    both = brotli.decompress(packed)[len(SHUFFLED):]
+    raw = bytearray(len(both))
+    half = (len(both) + 1) // 2
+    raw[::2] = both[:half]
+    raw[1::2] = both[half:]
+    return bytes(raw)
 
 def entropy_bytes(tensors: dict[str, Tensor]) -> float:
     """Bytes that an ideal coder needs if it knows the histogram of each int8 tensor."""
@@ -7965,7 +7984,7 @@ def planned_bytes(cfg: Config) -> int | None:
         w = torch.randn((drawn, *shape[1:]), generator=generator)
         parts = packed_tensors(w, row, cfg, shape.numel()).values()
         raw = b"".join([part.numpy().tobytes() for part in parts])
-        sizes[row, shape] = ENTRY_BYTES * len(parts) + len(compress(raw, codec(cfg))) * shape[0] / drawn
+        sizes[row, shape] = ENTRY_BYTES * len(parts) + len(cfg.compress(raw)) * shape[0] / drawn
     return round(TRAINED_PART * sum([sizes[key] for key in parameters]))
 
 def plan_lines(cfg: Config, team: Team, micro: int) -> Iterator[str]:

@@ -253,5 +253,5 @@ def test_it_knows_its_recipe_alone(preset, modules, tmp_path):
         module.load_config({"PRESET": other})
     path = tmp_path / "final_model.pt"
     torch.save({"shape": {"preset": other}, "tensors": {}}, path)
-    with pytest.raises(module.Refused, match=f"this script has no preset {other}"):
+    with pytest.raises(module.Refused, match=f"'{other}' is none of {preset}"):
         module.load_model(path)
