@@ -2178,7 +2178,6 @@ class Saver:
         self.last_saved = ""
         self.signals = 0  # came during training; they wait for the end of the step
         self.in_training = False
-        self.wanted = False  # is a checkpoint due?
         self.stopping = False
         self.held = None  # the run's folder, open
         self.handlers = []
@@ -2205,13 +2204,11 @@ class Saver:
         except OSError:  # a file system without locks
             pass
 
-    def begin(self, run: "Run", state: "TrainState") -> None:
+    def begin(self, state: "TrainState") -> None:
         """Before the first step."""
-        self.run = run
         self.thread = ThreadPoolExecutor(1)
         self.in_training = True
-        self.saved_step = state.step
-        self.saved_at = state.seconds
+        self.saved = replace(state)  # as of the last checkpoint
 
     def due(self, step: int, seconds: float, stop: float, done: str | None) -> bool:
         """Is a checkpoint due before this step? stop: some rank got a signal. done: why training ends, or
@@ -2220,14 +2217,12 @@ class Saver:
         cfg = self.run.cfg
         self.in_training = not done
         self.stopping = bool(stop)
-        by_time = 0 < cfg.save_every_seconds <= seconds - self.saved_at
-        by_step = cfg.save_every and step % cfg.save_every == 0
+        by_time = 0 < cfg.save_every_seconds <= seconds - self.saved.seconds
+        by_step = cfg.save_every and step // cfg.save_every > self.saved.step // cfg.save_every
         at_end = done and (cfg.save_every or cfg.save_every_seconds)
-        scheduled = step > self.saved_step and (by_time or by_step or at_end)
-        if stop or scheduled:
-            self.wanted = True
+        scheduled = step > self.saved.step and (by_time or by_step or at_end)
         between_updates = all([bank.fresh for bank in self.run.optimizer.banks])
-        return self.wanted and (bool(done) or between_updates)
+        return bool(stop or scheduled) and (bool(done) or between_updates)
 
     def save(self, state: "TrainState") -> None:
         """Called on all ranks together. Copies everything now; on rank 0 a thread writes the file. First
@@ -2238,15 +2233,13 @@ class Saver:
         self.wait()
         payload = to_payload(run.cfg, run.optimizer.weights(), run.model.trained_on)
         payload["state"] = run.optimizer.state()
+        self.saved = replace(state, laps=state.laps[-100:])
         if team.rank == 0:
-            payload["progress"] = asdict(replace(state, laps=state.laps[-100:])) | dict(
+            payload["progress"] = asdict(self.saved) | dict(
                 position=run.loader.position, updates=run.optimizer.step_count, started=run.started,
                 random=torch.get_rng_state())
             payload |= dict(config=asdict(run.asked), code_sha256=script_sha256())
             self.job = self.thread.submit(self.write, payload)
-        self.saved_step = state.step
-        self.saved_at = state.seconds
-        self.wanted = False
         if self.stopping:
             self.wait()
         team.share(None)  # the other ranks wait for rank 0 here, where the long timeout applies
@@ -3555,7 +3548,7 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> tuple[Score,
     team.begin_training(slowest)
     run.optimizer.group = team.group
     run.optimizer.connect()
-    run.saver.begin(run, state)
+    run.saver.begin(state)
     with garbage_kept():
         score, stop_reason = train(run, state)
     team.group = None

@@ -209,7 +209,7 @@ def train_again(run: AnyRun) -> TrainState:
     """Makes all steps of the run, on the first batches; returns its TrainState."""
     run.loader.position = 0
     state = train_gpt.TrainState()
-    run.saver.begin(run, state)
+    run.saver.begin(state)
     train_gpt.train(run, state)
     return state
 
