@@ -1582,12 +1582,11 @@ def check_identity(file: str, told: dict | None, cfg: Config, data: Data, log: L
     here = data.identity()
     compared = ("tokenizer", "val") if cfg.eval_from else [*DATA_WORDS]
     other = [DATA_WORDS[name] for name in compared if told[name] != here[name]]
-    if not other:
-        return
     why = f"{file} was trained on {told['name']}; {here['name']} here has another {', '.join(other)}"
-    require(cfg.other_data, f"{why}: set DATA_PATH (and TOKENIZER_PATH) to what it was trained on, or "
-            "OTHER_DATA=1 to use this anyway")
-    log(f"warning: {why}")
+    require(not other or cfg.other_data, f"{why}: set DATA_PATH (and TOKENIZER_PATH) to what it was trained "
+            "on, or OTHER_DATA=1 to use this anyway")
+    if other:
+        log(f"warning: {why}")
 
 class Packer(ABC):
     """How training rows are made of the stream of all shards. A position says where the next step begins and
@@ -1966,9 +1965,8 @@ def to_payload(cfg: Config, tensors: dict[str, Tensor], data: dict | None = None
     """The dictionary that load_model reads, for torch.save. Tensors are copied, because saving a view would
     write its whole buffer. data: what the model was trained on, if known."""
     tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-    shape = {name: getattr(cfg, name) for name in cfg.model_fields()}
-    # tuples are copied: torch.save writes shared ones as references, which a resumed run lacks
-    shape = {name: tuple([*value]) if isinstance(value, tuple) else value for name, value in shape.items()}
+    # asdict() copies tuples: torch.save writes shared ones as references, which a resumed run lacks
+    shape = {name: value for name, value in asdict(cfg).items() if name in cfg.model_fields()}
     return dict(shape=shape, tensors=tensors, data=data)
 
 def to_bytes(cfg: Config, tensors: dict[str, Tensor], data: dict | None = None) -> bytes:
