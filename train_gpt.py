@@ -1477,21 +1477,19 @@ def open_data(cfg: Config, log: Logger = print) -> Data:
         raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
                       f"({brief(error)}): {get_it}") from None
 
-def read_manifest(folder: Path, get_it: str, log: Logger) -> dict:
+def read_manifest(folder: Path) -> dict:
     """manifest.json; without one its files are all *_train_*.bin and *_val_*.bin."""
     path = folder / "manifest.json"
     if path.exists():
         return json.loads(path.read_bytes())
     shards = sorted(folder.glob("[!.]*_*_*[0-9].bin"))
-    if shards and folder.name in DATA_ARGUMENTS:
-        log(f"data: no manifest.json, so these may not be all shards; {get_it} to be sure")
     return {"files": [{"path": shard.name, "split": shard.name.split("_")[-2]} for shard in shards]}
 
 def read_dataset(cfg: Config, folder: Path, get_it: str, log: Logger) -> Data:
     """The body of open_data(); a damaged file may raise anything here. get_it: advice to put in messages."""
     # 1. the shards
     name = folder.name
-    manifest = read_manifest(folder, get_it, log)
+    manifest = read_manifest(folder)
     splits = {"train": {}, "val": {}}
     sha256 = {}
     for file in manifest["files"]:
@@ -7916,13 +7914,19 @@ def check_speed(cfg: Config, team: Team, log: Logger) -> None:
         log(f"machine: {why}")
 
 def warn(cfg: Config, argv: Sequence[str], env: Mapping, team: Team, log: Logger) -> None:
-    """Warns about settings that were given but have no effect. Raises Refused as check_speed() does."""
+    """Warns about settings that were given but have no effect, and about shards of a known dataset that may
+    not be all. Raises Refused as check_speed() does."""
     for name in sorted(given_names(env, argv) & {*cfg.unused}):
         log(f"{name}: accepted, as the public script has it; {cfg.preset} does not need it")
     for typed, name in near_misses(env):
         log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
     if env.get("LOGGER"):
         log("warning: LOGGER works only through ./run.sh")
+    folder = Path(cfg.data_path).absolute()
+    command = DATA_ARGUMENTS.get(folder.name)
+    if command is not None and any(folder.glob("*.bin")) and not (folder / "manifest.json").exists():
+        log(f"data: no manifest.json, so these may not be all shards; get it with `./run.sh data{command}` "
+            "to be sure")
     check_speed(cfg, team, log)
 
 def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
