@@ -50,7 +50,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import IO, Any, ClassVar, Generic, NamedTuple, TextIO, TypeAlias, TypeVar
@@ -96,7 +96,6 @@ Cap = tuple[float, float, float]  # cap, shift and width of softcap()
 Mask: TypeAlias = Tensor | BlockMask | tuple[int, Tensor | None, int] | None
 RowLosses = Callable[..., tuple[Tensor, Tensor]]  # row_losses() or its faster version
 Scales: TypeAlias = tuple[float | Tensor | None, ...]  # of fp8 tensors; None: by the maximum
-Hessians = dict[str, Tensor]  # {parameter: what calibrate() found}
 Curve = list[tuple[int, float, float]]  # [(step, training seconds, loss)]
 
 def require(condition: object, sentence: str, error: type[Exception] = Refused) -> None:
@@ -201,13 +200,24 @@ class Recipe(ABC, Generic[Stages]):
         data, team, log) that returns its part of the result."""
         return []
 
-    def calibrate(self, run: "Run") -> Hessians:
-        """{parameter: hessian for quantize()} from training data; reports calibration_ms. Its time counts as
+    def calibrate(self, run: "Run") -> None:
+        """Sets run.model.hessians from training data and reports calibration_ms. Its time counts as
         training, so a recipe that calibrates has a lower cap."""
-        return {}
 
-    def wider_steps(self, model: "Model", hessians: Hessians, coarser: float, size: float,
-                    most: float) -> float:
+    def codec(self) -> str:
+        """How the artifact is compressed; the first four letters are part of its file's name."""
+        return "int8+zlib"
+
+    def compress(self, raw: bytes) -> bytes:
+        """Compresses the artifact."""
+        return zlib.compress(raw, 9)
+
+    @staticmethod
+    def decompress(packed: bytes) -> bytes:
+        """The inverse of compress() with any constants. Raises zlib.error for what another recipe packed."""
+        return zlib.decompress(packed)
+
+    def wider_steps(self, model: "Model", coarser: float, size: float, most: float) -> float:
         """The `coarser` to try next, so that `size` bytes shrink to `most`."""
         bits = 8 * (size - most) / sum([p.numel() for p in model.parameters()])
         return coarser * max(1.002, 2**bits)  # doubling the steps saves one bit per weight
@@ -287,7 +297,7 @@ class Config(Recipe[Stages]):
     # artifact
     score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
     artifact_bytes_limit: int = optional(0, "limit of artifact plus script in bytes; 0: none")
-    artifact_codec: str = option("zlib", "compressor", choices=("zlib", "brotli"))
+    artifact_codec: str = option("zlib", "compressor", choices=("zlib",))
     artifact_keep: int = option(65_536, "tensors of at most this many numbers are stored as fp16")
 
     def check(self) -> None:
@@ -386,6 +396,11 @@ def recipe_of(preset: Any) -> Any:
 
 def default_preset() -> str:
     return next(iter(RECIPES))
+
+def given_names(env: Mapping[str, str], argv: Sequence[str]) -> set[str]:
+    """The constants that an environment and a command line set."""
+    typed = {*env, *dict(parse_flags(argv))}
+    return {name for word, name in NAMES.items() if word in typed}
 
 def preset_config(preset: str, given: Mapping[str, object] | None = None) -> Config:
     """Config of a preset. given {name: value} replaces its values and those of the depth dial. Raises
@@ -752,6 +767,7 @@ class Model(nn.Module):
     """The interface of a recipe's model. Subclasses also set cfg (the recipe's constants), embed and head
     ((V, C); the same parameter if tied) and blocks."""
     trained_on: dict | None = None  # Data.identity(); None: unknown
+    hessians: dict[str, Tensor] = {}  # {parameter: its hessian for quantize()}, see Recipe.calibrate()
     # {field of Kernels: the readable function, where no other is chosen}
     readable: dict = dict(attention=causal_attention)
 
@@ -1343,6 +1359,14 @@ def warmdown_done(progress: float, part: float) -> float:
 DATA_ARGUMENTS = {"embedded": "", "fineweb10B_sp1024": " sp1024 -n 80", "fineweb10B_sp8192": " sp8192 -n 128",
                   "fineweb10B_gpt2": " gpt2", "climbmix": " climbmix", "fineweb_edu": " fineweb-edu"}
 
+@dataclass(frozen=True)
+class Shard:
+    """A .bin file of training tokens. It is open only while they are read: a memory map keeps its file open,
+    and a process may have only some 1,024 open."""
+    path: Path
+    size: int  # in tokens
+    groups: list | None = None  # documents in each row group of the parquet file that it was made from
+
 def open_shard(path: Path, tokens: int | None = None) -> np.memmap:
     """A .bin shard -> uint16 (n,). tokens: how many the manifest says there are. Raises Refused.
 
@@ -1353,40 +1377,20 @@ def open_shard(path: Path, tokens: int | None = None) -> np.memmap:
             f"{path.name} is damaged ({held:.1f} tokens, header {head}, manifest {tokens}): ./run.sh data")
     return np.memmap(path, "<u2", "r", 1024)
 
-def check_tokens(tokens: "np.ndarray | Shard", vocab_size: int, name: str) -> None:
+def check_tokens(tokens: np.ndarray, vocab_size: int, name: str) -> None:
     """Raises Refused for tokens (n,) beyond the vocabulary."""
     largest = tokens.max(initial=0)
     require(largest < vocab_size, f"{name} holds token {largest}, but vocab_size is {vocab_size}")
 
-class Shard:
-    """Tokens of a .bin file that is open only while they are read: a memory map keeps a file open, and a
-    process may have only some 1,024 open."""
-    def __init__(self, path: Path, tokens: int | None = None):
-        self.filename = path
-        self.size = len(open_shard(path, tokens))
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, place: int | slice) -> np.ndarray:
-        return np.array(np.memmap(self.filename, "<u2", "r", 1024)[place])
-
-    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
-        return np.fromfile(self.filename, "<u2", offset=1024).astype(dtype or "<u2", copy=False)
-
-    def max(self, initial: int) -> int:
-        return np.memmap(self.filename, "<u2", "r", 1024).max(initial=initial)
-
 class Data(NamedTuple):
     """A dataset, opened and checked."""
-    train: "dict[str, Shard]"  # {shard's name: Shard}
+    train: dict[str, Shard]  # {name: Shard}
     val: np.ndarray  # tokens of the whole split, uint16
     tokenizer: Any  # SentencePieceProcessor, or None
     vocab_size: int
     bos: int  # token that begins a document
     val_bytes: int | None  # UTF-8 bytes of the val text; None: no val_bpb
     about: dict  # for result.json
-    groups: dict = {}  # {shard's name: documents in each parquet row group}
 
     def identity(self) -> dict:
         """What a model's files record about its data, to detect other data of the same name."""
@@ -1414,17 +1418,18 @@ def beginnings(tokens: np.ndarray, bos: int) -> list[bytes]:
     ends = np.append(starts[1:], len(tokens))
     return [tokens[start:start + BEGINNING].tobytes() for start in starts[ends - starts >= BEGINNING]]
 
-def refuse_val_in_train(train: "dict[str, Shard]", val: np.ndarray, bos: int, name: str) -> None:
+def refuse_val_in_train(train: dict[str, Shard], val: np.ndarray, bos: int, name: str) -> None:
     """For data without document hashes: samples documents of each train shard. Raises Refused if at least
     nine of them, and at least a twentieth, are in val; web text does not repeat itself that much."""
     known = set(beginnings(val, bos))
-    for shard, tokens in train.items():
+    for path, shard in train.items():
+        tokens = open_shard(shard.path)
         sample = set()
         for place in np.linspace(0, max(0, len(tokens) - PROBE_TOKENS), PROBES).astype(int):
             sample.update(beginnings(tokens[place:place + PROBE_TOKENS], bos))
         both = len(sample & known)
         require(both < 9 or 20 * both < len(sample),
-                f"{both} of {len(sample)} documents sampled from train shard {shard} of {name} are in val: "
+                f"{both} of {len(sample)} documents sampled from train shard {path} of {name} are in val: "
                 "leave it out or prepare the data again")
 
 def open_data(cfg: Config, log: Logger = print) -> Data:
@@ -1439,36 +1444,34 @@ def open_data(cfg: Config, log: Logger = print) -> Data:
         raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
                       f"({brief(error)}): {get_it}") from None
 
-def read_manifest(folder: Path, get_it: str, log: Logger) -> dict:
+def read_manifest(folder: Path) -> dict:
     """manifest.json; without one its files are all *_train_*.bin and *_val_*.bin."""
     path = folder / "manifest.json"
     if path.exists():
         return json.loads(path.read_bytes())
     shards = sorted(folder.glob("[!.]*_*_*[0-9].bin"))
-    if shards and folder.name in DATA_ARGUMENTS:
-        log(f"data: no manifest.json, so these may not be all shards; {get_it} to be sure")
     return {"files": [{"path": shard.name, "split": shard.name.split("_")[-2]} for shard in shards]}
 
 def read_dataset(cfg: Config, folder: Path, get_it: str, log: Logger) -> Data:
     """The body of open_data(); a damaged file may raise anything here. get_it: advice to put in messages."""
     # 1. the shards
     name = folder.name
-    manifest = read_manifest(folder, get_it, log)
+    manifest = read_manifest(folder)
     splits = {"train": {}, "val": {}}
     sha256 = {}
     for file in manifest["files"]:
         path = file["path"]
         if file["split"] in splits:
-            splits[file["split"]][path] = Shard(folder / path, file.get("tokens"))
+            size = len(open_shard(folder / path, file.get("tokens")))
+            splits[file["split"]][path] = Shard(folder / path, size, file.get("row_groups"))
         if file["split"] == "val":
             sha256[path] = file_sha256(folder / path, file.get("sha256"))
     train = splits["train"]
     require(train and splits["val"], f"no train and val shards at {show(cfg.data_path)!r}: {get_it}", Missing)
     twice = sorted({*train} & {*splits["val"]})
-    if twice:
-        raise Refused(f"{name}: {twice[0]} is a train and a val shard")
-    val = np.concatenate([*splits["val"].values()])
-    train_tokens = sum(map(len, train.values()))
+    require(not twice, f"{name}: {', '.join(twice)} is a train and a val shard")
+    val = np.concatenate([open_shard(shard.path) for shard in splits["val"].values()])
+    train_tokens = sum([shard.size for shard in train.values()])
     least = (cfg.val_tokens or cfg.eval_context or cfg.train_seq_len) + 1
     require(len(val) >= least, f"the val split of {name} has {len(val)} tokens, but {least} are scored")
     log(f"data: {name} train tokens:{train_tokens} in {len(train)} shards, val tokens:{len(val)}")
@@ -1504,8 +1507,7 @@ def read_dataset(cfg: Config, folder: Path, get_it: str, log: Logger) -> Data:
         log(f"data: not the text that {cfg.preset} is scored on (fingerprint {cfg.data_fingerprint})")
     about = dict(name=name, fingerprint=fingerprint, train_tokens=train_tokens, val_tokens=len(val),
                  val_bytes=val_bytes, tokenizer=next(iter(digest.values()), None), sha256=sha256)
-    groups = {file["path"]: file["row_groups"] for file in manifest["files"] if "row_groups" in file}
-    return Data(train, val, tokenizer, vocab_size, bos, val_bytes, about, groups)
+    return Data(train, val, tokenizer, vocab_size, bos, val_bytes, about)
 
 def open_tokenizer(cfg: Config, manifest: dict[str, Any], folder: Path) -> tuple:
     """(SentencePieceProcessor or None, vocab_size, BOS, {file's name: its digest}). Raises Refused."""
@@ -1545,12 +1547,11 @@ def check_identity(file: str, told: dict | None, cfg: Config, data: Data, log: L
     here = data.identity()
     compared = ("tokenizer", "val") if cfg.eval_from else [*DATA_WORDS]
     other = [DATA_WORDS[name] for name in compared if told[name] != here[name]]
-    if not other:
-        return
     why = f"{file} was trained on {told['name']}; {here['name']} here has another {', '.join(other)}"
-    require(cfg.other_data, f"{why}: set DATA_PATH (and TOKENIZER_PATH) to what it was trained on, or "
-            "OTHER_DATA=1 to use this anyway")
-    log(f"warning: {why}")
+    require(not other or cfg.other_data, f"{why}: set DATA_PATH (and TOKENIZER_PATH) to what it was trained "
+            "on, or OTHER_DATA=1 to use this anyway")
+    if other:
+        log(f"warning: {why}")
 
 class Packer(ABC):
     """How training rows are made of the stream of all shards. A position says where the next step begins and
@@ -1558,19 +1559,15 @@ class Packer(ABC):
     any_length = False  # may rows be longer in later stages?
 
     def __init__(self, cfg: Config, data: Data, loader: "Loader"):
-        self.cfg = cfg
         self.loader = loader
         self.team = loader.team
+        self.held_tokens = loader.total  # training tokens in a pass over the data
 
     @abstractmethod
     def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
         """Plans a step of n rows, each of T tokens and a last target -> (each row's pieces [(start, length)],
         the position after the step). The rows are those of all ranks or only of this one. doc_len:
         Stage.doc_len."""
-
-    def held_tokens(self) -> int:
-        """Training tokens in a pass over the data."""
-        return self.loader.total
 
 class Rows(Packer):
     """The stream cut every T tokens; with shuffle, in one random order. The position counts rows."""
@@ -1607,7 +1604,7 @@ class DocumentIndex:
         starts = []
         lengths = []
         for shard, low, end in zip(loader.shards, loader.edges, loader.edges[1:]):
-            here = low + np.flatnonzero(np.asarray(shard) == bos)
+            here = low + np.flatnonzero(open_shard(shard.path) == bos)
             starts.append(here)
             lengths.append(np.diff(here, append=end))
         self.shard_of = np.repeat(np.arange(len(starts)), [len(here) for here in starts])
@@ -1651,39 +1648,32 @@ class Loader:
         self.position = 0
         self.ahead = {}  # {what a step asks for: the job that reads it}
         self.thread = ThreadPoolExecutor(1)
-        self.tokenizer = data.tokenizer
         self.vocab_size = data.vocab_size
         self.names = [*data.train]
         self.shards = [*data.train.values()]
-        self.files = {}
-        for i in range(min(len(self.shards), self.MOST_FILES)):
-            self.file(i)
-        self.edges = np.cumsum([0, *map(len, self.shards)])
+        # path -> open file; too many are never open, as the one that leaves the cache is closed
+        self.file = lru_cache(self.MOST_FILES)(partial(open, mode="rb"))
+        for shard in self.shards[:self.MOST_FILES]:
+            self.file(shard.path)
+        self.edges = np.cumsum([0, *[shard.size for shard in self.shards]])
         self.total = int(self.edges[-1])
         self.rows = (self.total - 1) // self.T
         require(self.rows > 0, f"the train tokens do not fill a row of {self.T}")
         self.packer = cfg.packers[cfg.packing](cfg, data, self)
-        held = self.packer.held_tokens()
+        held = self.packer.held_tokens
         needed = planned_tokens(cfg)
         enough = needed <= cfg.max_epochs * held or not cfg.max_epochs or cfg.max_wallclock_seconds
         require(enough or cfg.eval_from,
                 f"{needed} train tokens are needed, max_epochs={cfg.max_epochs} of {held} allowed", Missing)
 
-    def file(self, i: int) -> io.BufferedReader:
-        """The open file of shard i. If too many are open, it closes the least recently used one."""
-        file = self.files.pop(i, None)
-        if file is None:
-            file = open(self.shards[i].filename, "rb")
-        self.files[i] = file  # now the most recently used one
-        if len(self.files) > self.MOST_FILES:
-            self.files.pop(next(iter(self.files))).close()
-        return file
-
     def check(self) -> None:
         """Reads every shard, before the clock. Raises Refused for tokens beyond the vocabulary."""
         with ThreadPoolExecutor(8) as pool:
-            names = [f"shard {name}" for name in self.names]
-            list(pool.map(check_tokens, self.shards, [self.vocab_size] * len(names), names))
+            list(pool.map(self.check_shard, self.names, self.shards))
+
+    def check_shard(self, name: str, shard: Shard) -> None:
+        """Raises Refused for tokens beyond the vocabulary."""
+        check_tokens(open_shard(shard.path), self.vocab_size, f"shard {name}")
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens of the endless stream, int64. Uses pread: reading a memory-mapped shard that
@@ -1691,7 +1681,8 @@ class Loader:
         start %= self.total
         i = int(np.searchsorted(self.edges, start, "right")) - 1
         here = min(count, int(self.edges[i + 1]) - start)
-        raw = os.pread(self.file(i).fileno(), 2 * here, 1024 + 2 * int(start - self.edges[i]))
+        raw = os.pread(self.file(self.shards[i].path).fileno(), 2 * here,
+                       1024 + 2 * int(start - self.edges[i]))
         require(len(raw) == 2 * here, f"shard {self.names[i]} cannot be read to its end")
         part = np.frombuffer(raw, "<u2").astype(np.int64)
         if here == count:
@@ -1742,20 +1733,19 @@ def compile_once(function: Callable[..., Any], dynamic: bool = False) -> Callabl
     return torch.compile(function, dynamic=dynamic, fullgraph=True)
 
 @torch.no_grad()
-def score_rows(model: Model, cfg: Config, rows: list, team: "Team", stage: Stage | None = None,
-               compiled: bool = False) -> Iterator[tuple]:
-    """rows: [(ids, first)], with targets ids[first:]. Yields (a row's index, the nats of its targets in fp64
-    (n,), whether each target was the likeliest token (n,)), in batches of similar length, longest first.
+def score_rows(model: Model, cfg: Config, rows: list, team: "Team", score: Callable[..., Tensor],
+               stage: Stage | None = None, compiled: bool = False) -> Iterator[tuple[int, Tensor]]:
+    """rows: [(ids, first)], with targets ids[first:]. Yields (a row's index, the scores of its targets), in
+    batches of similar length, longest first. score: score_targets(), or a function with its arguments.
     stage: the one whose windows and loops apply; None: those of evaluation. compiled: pads all batches to
     the shape of the largest one."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     tokens = cfg.val_batch_size if team.on_gpu else min(cfg.val_batch_size, CPU_SCORE_TOKENS)
     hidden = model.hidden
-    score = score_targets
     context = None
     if compiled:
         hidden = model.compiled_hidden()
-        score = compile_once(score_targets, dynamic=True)
+        score = compile_once(score, dynamic=True)
     while order:
         # 1. The longest rows left, padded with zeros.
         if not (compiled and context):
@@ -1776,19 +1766,15 @@ def score_rows(model: Model, cfg: Config, rows: list, team: "Team", stage: Stage
         places = torch.from_numpy(np.flatnonzero(wanted)).to(team.device)
         x = hidden(torch.from_numpy(ids[:, :-1].copy()).to(team.device), context).flatten(0, 1)[places]
         at_once = MAX_SCORES // cfg.vocab_size
-        nats = []
-        hits = []
-        for part, its_targets in zip(x.split(at_once), targets.split(at_once)):
-            its_nats, its_hits = score(model, part, its_targets)
-            nats.append(its_nats)
-            hits.append(its_hits)
+        parts = zip(x.split(at_once), targets.split(at_once))
+        scores = [score(model, part, its_targets) for part, its_targets in parts]
         counts = [len(rows[i][0]) - rows[i][1] for i in here]
-        yield from zip(here, torch.cat(nats).cpu().split(counts), torch.cat(hits).cpu().split(counts))
+        yield from zip(here, torch.cat(scores).cpu().split(counts))
 
-def score_targets(model: Model, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Last activations (n, C), targets (n,) -> nats in fp64, whether each target is the likeliest, (n,)."""
+def score_targets(model: Model, x: Tensor, targets: Tensor) -> Tensor:
+    """Last activations (n, C), targets (n,) -> their nats in fp64 (n,)."""
     scores = F.log_softmax(model.logits(x), -1)  # as in log_probs
-    return -scores.gather(-1, targets[:, None])[:, 0].double(), scores.argmax(-1) == targets
+    return -scores.gather(-1, targets[:, None])[:, 0].double()
 
 def evaluate(model: Model, cfg: Config, data: Data, team: "Team", stage: Stage | None = None) -> Score:
     """Score of the first val_tokens targets, with sums in fp64. stage: whose windows and loops apply; None:
@@ -1829,7 +1815,7 @@ def score_share(nats: np.ndarray, rows: list, model: Model, cfg: Config, tokens:
     """Scores this rank's share of evaluation_rows() and writes the nats into `nats`."""
     mine = rows[team.rank::team.world_size]
     asked = [(tokens[low:last + 1], first - low) for low, first, last in mine]
-    for i, found, _ in score_rows(model, cfg, asked, team, stage, compiled):
+    for i, found in score_rows(model, cfg, asked, team, score_targets, stage, compiled):
         _, first, last = mine[i]
         nats[first:last + 1] = found
 
@@ -1875,36 +1861,16 @@ def sliding_score(model: Model, cfg: Any, data: Data, team: "Team", log: Logger)
 # ---------- 9 artifact
 CLIP_PERCENTILE = 99.99984  # percentile of a row's magnitudes; larger ones are clipped
 MIN_SCALE = 2**-24  # the smallest fp16 number
-SHUFFLED = b"BSHF\x02"  # a brotli payload is this, the bytes at even places, then those at odd places
-
-def codec(cfg: Config) -> str:
-    """How the artifact is compressed; the first four letters are part of its file's name."""
-    kind = cfg.artifact_codec
-    if cfg.eval_from:  # by the file's name
-        kind = "brotli" if ".brot." in cfg.eval_from else "zlib"
-    return "brotli" if kind == "brotli" else "int8+zlib"
-
-def compress(raw: bytes, kind: str) -> bytes:
-    """kind: what codec() returns."""
-    if kind == "brotli":
-        import brotli
-        return brotli.compress(SHUFFLED + raw[::2] + raw[1::2])
-    return zlib.compress(raw, 9)
 
 def decompress(packed: bytes) -> bytes:
-    """The inverse of compress() for both kinds."""
-    if packed[:1] == b"x":
-        return zlib.decompress(packed)
-    import brotli
-    both = brotli.decompress(packed)[len(SHUFFLED):]
-    raw = bytearray(len(both))
-    half = (len(both) + 1) // 2
-    raw[::2] = both[:half]
-    raw[1::2] = both[half:]
-    return bytes(raw)
+    """The inverse of compress() of whichever recipe has packed it. Raises ValueError and others."""
+    for recipe in RECIPES.values():
+        with suppress(zlib.error):
+            return recipe.decompress(packed)
+    raise ValueError("cut short, or compressed in another way")
 
 def artifact_name(cfg: Config) -> str:
-    return f"final_model.{codec(cfg)[:4]}.ptz"
+    return f"final_model.{cfg.codec()[:4]}.ptz"
 
 def quantize_by_maximum(w: Tensor, levels: float, floor: float) -> tuple[Tensor, Tensor]:
     """w (R, C) -> int8 (R, C), clipped to +-levels, and fp16 scales (R,). A row's scale is its
@@ -1926,32 +1892,31 @@ def packed_tensors(w: Tensor, row: Row, cfg: Config, numbers: int, hessian: Tens
     rows, scales = cfg.quantize(row, w, coarser, hessian)
     return {".int8": rows, ".scale": scales}
 
-def pack_artifact(model: Model, hessians: Hessians | None = None, coarser: float = 1.0) -> bytes:
-    """The artifact: packed_tensors() of each parameter and the constants of the model. hessians: what
-    cfg.calibrate() returns. Raises Refused for weights that are too large."""
+def pack_artifact(model: Model, coarser: float = 1.0) -> bytes:
+    """The artifact: packed_tensors() of each parameter, the state and the constants of the model. Raises
+    Refused for weights that are too large."""
     cfg = model.cfg
     table = cfg.parameter_table()
     tensors = {}
-    for name, w in stored(model).items():
-        parts = {"": w}  # integer tensors are stored as they are
-        if w.is_floating_point():
-            hessian = (hessians or {}).get(name)
-            parts = packed_tensors(w, table[kind_of(name)], cfg, w.numel(), hessian, coarser)
+    for name, p in model.named_parameters():
+        w = p.detach().cpu()
+        parts = packed_tensors(w, table[kind_of(name)], cfg, w.numel(), model.hessians.get(name), coarser)
         tensors |= {name + end: part for end, part in parts.items()}
+    tensors |= model.state()
     require(all([t.isfinite().all() for t in tensors.values()]),
             "the weights outgrew the artifact's fp16: lower the learning rates")
     tensors = dict(sorted(tensors.items(), key=lambda pair: pair[1].element_size()))  # compresses better
-    return compress(to_bytes(cfg, tensors, model.trained_on), codec(cfg))
+    return cfg.compress(to_bytes(cfg, tensors, model.trained_on))
 
-def fitting_artifact(model: Model, most: int, log: Logger, hessians: Hessians | None = None) -> bytes:
+def fitting_artifact(model: Model, most: int, log: Logger) -> bytes:
     """pack_artifact() fitted into `most` bytes (0: no limit) by rounding steps up to 4 times as wide. If even
     that is too big, the steps stay as they were. It needs no training data, so it takes no training time."""
-    packed = pack_artifact(model, hessians)
+    packed = pack_artifact(model)
     coarser = 1.0
     smaller = packed
     while most and len(smaller) > most and coarser < 4:
-        coarser = min(4, model.cfg.wider_steps(model, hessians, coarser, len(smaller), most))
-        smaller = pack_artifact(model, hessians, coarser)
+        coarser = min(4, model.cfg.wider_steps(model, coarser, len(smaller), most))
+        smaller = pack_artifact(model, coarser)
     if coarser == 1 or len(smaller) > most:
         return packed
     log(f"artifact: {len(packed) - most} bytes over the limit; steps {coarser:.4f} times as wide fit")
@@ -1965,9 +1930,8 @@ def to_payload(cfg: Config, tensors: dict[str, Tensor], data: dict | None = None
     """The dictionary that load_model reads, for torch.save. Tensors are copied, because saving a view would
     write its whole buffer. data: what the model was trained on, if known."""
     tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-    shape = {name: getattr(cfg, name) for name in cfg.model_fields()}
-    # tuples are copied: torch.save writes shared ones as references, which a resumed run lacks
-    shape = {name: tuple([*value]) if isinstance(value, tuple) else value for name, value in shape.items()}
+    # asdict() copies tuples: torch.save writes shared ones as references, which a resumed run lacks
+    shape = {name: value for name, value in asdict(cfg).items() if name in cfg.model_fields()}
     return dict(shape=shape, tensors=tensors, data=data)
 
 def to_bytes(cfg: Config, tensors: dict[str, Tensor], data: dict | None = None) -> bytes:
@@ -1990,10 +1954,8 @@ def load_model(path: Path | str, device: torch.device | str = "cpu",
         if raw[:2] != b"PK":
             raw = decompress(raw)
         payload = read_zip(raw)
-        preset = payload["shape"]["preset"]
         tensors = payload["tensors"]
-        require(preset in RECIPES, f"this script has no preset {preset}")
-        cfg = RECIPES[preset].of_file(payload["shape"], base)
+        cfg = recipe_of(payload["shape"]["preset"]).of_file(payload["shape"], base)
         check_config(cfg)
         model = cfg.make_model(Kernels())
         model.trained_on = payload.get("data")
@@ -2026,7 +1988,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
         raise error
     os.replace(temporary, path)
 
-def write_model(model: Model, folder: Path, code: int, log: Logger, hessians: Hessians | None = None) -> dict:
+def write_model(model: Model, folder: Path, code: int, log: Logger) -> dict:
     """Writes final_model.pt and, if it is scored, the artifact -> their sizes. code: bytes of
     train_gpt.py."""
     cfg = model.cfg
@@ -2035,9 +1997,9 @@ def write_model(model: Model, folder: Path, code: int, log: Logger, hessians: He
     path = folder / "final_model.pt"
     write_atomically(path, partial(torch.save, to_payload(cfg, stored(model), model.trained_on)))
     if cfg.score_artifact:
-        kind = codec(cfg)
+        kind = cfg.codec()
         most = limit and max(1, limit - code)
-        packed = fitting_artifact(model, most, log, hessians)
+        packed = fitting_artifact(model, most, log)
         path = folder / artifact_name(cfg)
         write_atomically(path, lambda file: file.write(packed))
     size = path.stat().st_size
@@ -2085,9 +2047,7 @@ def read_checkpoint(folder: Path) -> tuple[dict | None, list[str]]:
 
 def config_of(payload: dict[str, Any]) -> Config:
     """The Config of a checkpoint. Raises Refused, TypeError."""
-    preset = payload["config"]["preset"]
-    require(preset in RECIPES, f"this script has no preset {preset}")
-    return RECIPES[preset](**payload["config"])
+    return recipe_of(payload["config"]["preset"])(**payload["config"])
 
 def find_checkpoint(cfg: Config, log: Logger) -> dict | None:
     """On rank 0: the newest whole checkpoint of run cfg.resume, checked against what was given with RESUME;
@@ -2181,7 +2141,6 @@ class Saver:
         self.last_saved = ""
         self.signals = 0  # came during training; they wait for the end of the step
         self.in_training = False
-        self.wanted = False  # is a checkpoint due?
         self.stopping = False
         self.held = None  # the run's folder, open
         self.handlers = []
@@ -2208,13 +2167,11 @@ class Saver:
         except OSError:  # a file system without locks
             pass
 
-    def begin(self, run: "Run", state: "TrainState") -> None:
+    def begin(self, state: "TrainState") -> None:
         """Before the first step."""
-        self.run = run
         self.thread = ThreadPoolExecutor(1)
         self.in_training = True
-        self.saved_step = state.step
-        self.saved_at = state.seconds
+        self.saved = replace(state)  # as of the last checkpoint
 
     def due(self, step: int, seconds: float, stop: float, done: str | None) -> bool:
         """Is a checkpoint due before this step? stop: some rank got a signal. done: why training ends, or
@@ -2223,14 +2180,12 @@ class Saver:
         cfg = self.run.cfg
         self.in_training = not done
         self.stopping = bool(stop)
-        by_time = 0 < cfg.save_every_seconds <= seconds - self.saved_at
-        by_step = cfg.save_every and step % cfg.save_every == 0
+        by_time = 0 < cfg.save_every_seconds <= seconds - self.saved.seconds
+        by_step = cfg.save_every and step // cfg.save_every > self.saved.step // cfg.save_every
         at_end = done and (cfg.save_every or cfg.save_every_seconds)
-        scheduled = step > self.saved_step and (by_time or by_step or at_end)
-        if stop or scheduled:
-            self.wanted = True
+        scheduled = step > self.saved.step and (by_time or by_step or at_end)
         between_updates = all([bank.fresh for bank in self.run.optimizer.banks])
-        return self.wanted and (bool(done) or between_updates)
+        return bool(stop or scheduled) and (bool(done) or between_updates)
 
     def save(self, state: "TrainState") -> None:
         """Called on all ranks together. Copies everything now; on rank 0 a thread writes the file. First
@@ -2241,15 +2196,13 @@ class Saver:
         self.wait()
         payload = to_payload(run.cfg, run.optimizer.weights(), run.model.trained_on)
         payload["state"] = run.optimizer.state()
+        self.saved = replace(state, laps=state.laps[-100:])
         if team.rank == 0:
-            payload["progress"] = asdict(replace(state, laps=state.laps[-100:])) | dict(
+            payload["progress"] = asdict(self.saved) | dict(
                 position=run.loader.position, updates=run.optimizer.step_count, started=run.started,
                 random=torch.get_rng_state())
             payload |= dict(config=asdict(run.asked), code_sha256=script_sha256())
             self.job = self.thread.submit(self.write, payload)
-        self.saved_step = state.step
-        self.saved_at = state.seconds
-        self.wanted = False
         if self.stopping:
             self.wait()
         team.share(None)  # the other ranks wait for rank 0 here, where the long timeout applies
@@ -3485,7 +3438,7 @@ def first_result(run: Run, changed: dict[str, list[str]], resumed: bool) -> dict
         started=run.started, resumed=resumed)
 
 def prepare(run: Run) -> None:
-    """Opens the dataset and chooses kernels. A dry run works without data. Raises Refused."""
+    """Opens the dataset, logs the plan and chooses kernels. A dry run works without data. Raises Refused."""
     cfg = run.cfg
     team = run.team
     log = run.log
@@ -3494,8 +3447,6 @@ def prepare(run: Run) -> None:
         bos = cfg.bos_id or max(run.data.bos, 0)
         run.cfg = cfg = replace(cfg, vocab_size=run.data.vocab_size, bos_id=bos)
         run.loader = Loader(cfg, run.data, team, log)
-        if codec(cfg) == "brotli":
-            import brotli  # noqa: F401  a run would be lost without it
         if not cfg.dry_run:
             cfg.check_data(run.data)
     except Missing as error:
@@ -3505,6 +3456,7 @@ def prepare(run: Run) -> None:
         log(f"data: {error}; planning with vocab_size={cfg.vocab_size}")
     if not cfg.eval_from:
         run.micro = micro_batch(cfg, team)
+        lab("plan", run)
         if "plan" not in LAB:  # a script of one recipe has no plan; `record check` reads these lines
             log(f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
                 f"micro_batch:{run.micro}x{cfg.train_seq_len}", "stage table: from_step tokens_per_step",
@@ -3539,7 +3491,7 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> Score:
     team.begin_training(slowest)
     run.optimizer.group = team.group
     run.optimizer.connect()
-    run.saver.begin(run, run.state)
+    run.saver.begin(run.state)
     with garbage_kept():
         score, stop_reason = train(run, run.state)
     team.group = None
@@ -3561,9 +3513,10 @@ def take_weights(run: Run) -> None:
 def write_and_read_back(run: Run) -> None:
     """Writes the model's files; run.model becomes what the artifact holds."""
     model = run.model
-    hessians = run.cfg.calibrate(run) if run.cfg.score_artifact else {}
+    if run.cfg.score_artifact:
+        run.cfg.calibrate(run)
     if run.team.rank == 0:  # other hosts lack the file
-        sizes = write_model(model, run.folder, len(script_source()), run.log, hessians)
+        sizes = write_model(model, run.folder, len(script_source()), run.log)
         run.log(kind="artifact", **sizes)
         run.report |= sizes
         if run.cfg.score_artifact:
@@ -3587,8 +3540,10 @@ def finish(run: Run, result: dict[str, Any], score: Score, began: float) -> None
     for key, value in rows.items():
         if isinstance(value, dict):
             value = listed(value)
+        elif isinstance(value, float) and "flops" in key:
+            value = f"{value:.4g}"
         elif isinstance(value, float):
-            value = f"{value:.8f}" if "bpb" in key else f"{value:.4g}"
+            value = f"{value:.8f}" if "bpb" in key else f"{value:.4f}"
         log(f"{key:>21}  {value}")
     log(*[f"sha256 {path.name}:{file_sha256(path)}" for path in sorted(run.folder.glob("final_model.*"))])
     log.seal()
@@ -3596,13 +3551,19 @@ def finish(run: Run, result: dict[str, Any], score: Score, began: float) -> None
     write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))
     log(kind="result", **result)
 
-def load_asked(run: Run, changed: dict[str, list[str]]) -> None:
-    """Loads the model to score (eval_from) and its Config. Raises Refused if a changed constant differs from
-    the model's."""
+def load_asked(run: Run, changed: dict[str, list[str]], given: set[str]) -> None:
+    """Loads the model to score (eval_from) and its Config. Unless data_path was given, takes the dataset that
+    the model was trained on, if that lies beside the recipe's. Raises Refused if a changed constant differs
+    from the model's. given: the constants that were set."""
     run.model, run.cfg = load_model(run.asked.eval_from, run.team.device, run.asked)
     for name in {"preset", *changed} & {*run.cfg.model_fields()}:
         there = show(getattr(run.cfg, name))
         require(show(getattr(run.asked, name)) == there, f"the model has {name}={there}: set the same")
+    if run.model.trained_on and "data_path" not in given:
+        own = Path(run.cfg.data_path).parent / run.model.trained_on["name"]
+        if own.is_dir() and str(own) != run.cfg.data_path:
+            run.log(f"data: {own}, which the model was trained on")
+            run.cfg = replace(run.cfg, data_path=str(own))
 
 def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     """One run: the plan only, the score of a file, or training."""
@@ -3624,7 +3585,7 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     run = Run(cfg, cfg, team, log, saver, started)
     saver.run = run
     if cfg.eval_from:
-        load_asked(run, changed)
+        load_asked(run, changed, given_names(env, argv))
     model = run.model  # to be scored; None: one is trained
     lab("warnings", run, argv, env)
     prepare(run)
@@ -3632,7 +3593,10 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
         check_identity(f"eval_from={cfg.eval_from}", model.trained_on, cfg, run.data, log)
     elif run.data and checkpoint:
         check_identity(f"resume={cfg.run_id}", checkpoint["data"], cfg, run.data, log)
-    if lab("plan", run) or cfg.dry_run:
+    if cfg.dry_run:
+        return
+    if model and "sample" in changed and "show" in LAB:
+        lab("show", model, run.cfg, run.data, team, log)
         return
     if not model:
         run.loader.check()
@@ -3656,7 +3620,7 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     result["peak_memory"] = peak_memory(team, log)
     # 3. the scores
     for kind, score in scores.items():
-        tag = "final_model" if kind == "trained" else f"final_{codec(cfg).replace('+', '_')}_roundtrip"
+        tag = "final_model" if kind == "trained" else f"final_{cfg.codec().replace('+', '_')}_roundtrip"
         log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}", kind="score",
             tag=tag, **score._asdict())
         check_finite(score.val_loss, "the final val_loss", run.report.get("steps", 0), [])
@@ -3669,7 +3633,9 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
 def main(argv: Sequence[str], env: Mapping, notes: Sequence[str] = ()) -> int:
     """Returns the exit code: 0 done, 1 failed, 2 refused before training. notes: lines that the log begins
     with."""
-    if lab("help", env, argv):
+    if "--help" in argv or "-h" in argv:
+        print(script_source().decode().split('"""')[1])  # `python -OO` leaves out __doc__
+        lab("help", env, argv)
         return 0
     log = Log(lead=True)
     saver = Saver()
@@ -4298,10 +4264,11 @@ class CountingModel(Model):
             return False
         run.log("counting n-grams")
         began = time.perf_counter()
-        if run.loader.tokenizer:  # without one each token is a word
-            self.counts.starts.copy_(word_starts(texts_of_tokens(self.counts.cfg, run.loader.tokenizer)))
+        if run.data.tokenizer:  # without one each token is a word
+            self.counts.starts.copy_(word_starts(texts_of_tokens(self.counts.cfg, run.data.tokenizer)))
         try:
-            self.counts.count(np.concatenate(run.loader.shards))
+            tokens = [np.array(open_shard(shard.path)) for shard in run.loader.shards]  # one open at a time
+            self.counts.count(np.concatenate(tokens))
         except (MemoryError, RuntimeError) as error:
             if out_of_memory(error) or "bad_alloc" in str(error):  # raised by torch.sort
                 raise Refused("no memory left to count n-grams: MEMORY=0 goes without them") from None
@@ -4634,7 +4601,7 @@ class TinyModel(CountingModel):
                     f"vocab_size {V}, only up to {MOST_BIGRAM_VOCAB}")
             return counted
         began = time.perf_counter()
-        counts = bigram_counts(run.loader.shards[0][:1 << 26], V)
+        counts = bigram_counts(open_shard(run.loader.shards[0].path)[:1 << 26], V)
         embed, head = factorize_bigrams(counts, cfg.model_dim, cfg.seed)
         values = run.team.share(dict(embed=embed, head=head))
         for bank in run.optimizer.banks:
@@ -5008,7 +4975,7 @@ class Shards(RankRows):
     def __init__(self, cfg: Config, data: Data, loader: "Loader"):
         super().__init__(cfg, data, loader)
         dealt = [loader.shards[rank::self.team.world_size] for rank in range(self.team.world_size)]
-        enough = all([max(map(len, part), default=0) > loader.T for part in dealt])
+        enough = all([max([shard.size for shard in part], default=0) > loader.T for part in dealt])
         require(enough or cfg.eval_from, f"packing=shards deals {len(loader.shards)} shards to "
                 f"{self.team.world_size} ranks, so some get no row of {loader.T} tokens: use fewer ranks")
 
@@ -5020,7 +4987,7 @@ class Shards(RankRows):
         while True:
             if not any(left.values()):
                 for shard in left:
-                    size = len(loader.shards[shard])
+                    size = loader.shards[shard].size
                     phase = int(draw.integers(max(0, min(T - 1, size - T - 1)) + 1))
                     order = draw.permutation((size - 1 - phase) // T)
                     left[shard] = (loader.edges[shard] + phase + order * T).tolist()
@@ -5189,16 +5156,16 @@ class GolfPlus(GolfRecipe[LoopStage]):
         order = looped_order(self.num_layers, self.loop_layers, stage.loops)
         return [Layer(stage.row_tokens, self.mlp_mult, order.count(i)) for i in range(self.num_layers)]
 
-    def calibrate(self, run: Run) -> Hessians:
+    def calibrate(self, run: Run) -> None:
         """Hessians for GPTQ; the tied embedding gets one from its inputs as lm_head."""
         if not self.gptq_batches:
-            return {}
+            return
         began = time.perf_counter()
         seconds = self.gptq_seconds if self.max_wallclock_seconds else 0.0
-        hessians = input_hessians(run.model, self, run.data, run.team, self.gptq_batches, seconds, run.log)
+        run.model.hessians = input_hessians(run.model, self, run.data, run.team, self.gptq_batches, seconds,
+                                            run.log)
         run.team.wait()
         run.report["calibration_ms"] = round(1e3 * (time.perf_counter() - began))
-        return hessians
 
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -5209,7 +5176,10 @@ class GolfPlus(GolfRecipe[LoopStage]):
         return quantize_by_gptq(w, row.step * coarser, row.levels, hessian)
 
     def check_data(self, data: "Data") -> None:
-        """Refuses a sliding evaluation that 8 H100s cannot finish in the 600 s that the game allows."""
+        """Refuses a sliding evaluation that 8 H100s cannot finish in the 600 s that the game allows, and a
+        machine without brotli."""
+        if self.codec() == "brotli":
+            import brotli  # noqa: F401  a run would be lost without it
         if not self.eval_sliding or not self.artifact_bytes_limit:
             return
         count = self.val_tokens or len(data.val)
@@ -5218,22 +5188,38 @@ class GolfPlus(GolfRecipe[LoopStage]):
                 f"sliding of {count} tokens takes more than {seconds:.0f} s on 8 H100, and the game allows "
                 "600: raise eval_sliding, or set artifact_bytes_limit=0")
 
-    def wider_steps(self, model: Model, hessians: Hessians, coarser: float, size: float,
-                    most: float) -> float:
+    def codec(self) -> str:
+        kind = self.artifact_codec
+        if self.eval_from:  # by the file's name
+            kind = "brotli" if ".brot." in self.eval_from else "zlib"
+        return "brotli" if kind == "brotli" else super().codec()
+
+    def compress(self, raw: bytes) -> bytes:
+        if self.codec() == "brotli":
+            return shuffle_and_compress(raw)
+        return super().compress(raw)
+
+    @staticmethod
+    def decompress(packed: bytes) -> bytes:
+        if packed[:1] == b"x":
+            return zlib.decompress(packed)
+        return decompress_and_unshuffle(packed)
+
+    def wider_steps(self, model: Model, coarser: float, size: float, most: float) -> float:
         """Searches by entropy, not compressed size: GPTQ takes seconds on a GPU, brotli half a minute."""
-        entropy = self.entropy(model, hessians, coarser)
+        entropy = self.entropy(model, coarser)
         aim = entropy * (1 - 1.05 * (1 - most / size))  # 5 % extra: brotli's size shrinks less than entropy
         while entropy > aim and coarser < 4:
-            coarser = super().wider_steps(model, hessians, coarser, entropy, aim)
-            entropy = self.entropy(model, hessians, coarser)
+            coarser = super().wider_steps(model, coarser, entropy, aim)
+            entropy = self.entropy(model, coarser)
         return coarser
 
-    def entropy(self, model: Model, hessians: Hessians | None, coarser: float) -> float:
+    def entropy(self, model: Model, coarser: float) -> float:
         """Bytes that an ideal coder needs for the rounded weights."""
         table = self.parameter_table()
         total = 0.0
         for name, w in stored(model).items():
-            hessian = (hessians or {}).get(name)
+            hessian = model.hessians.get(name)
             total += entropy_bytes(packed_tensors(w, table[kind_of(name)], self, w.numel(), hessian, coarser))
         return total
 
@@ -5390,6 +5376,23 @@ def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches:
         log(f"calibration: {made} of {planned} batches, as more would take longer than {seconds:g} s")
     return {name: all_reduce(total) / (made * team.world_size) for name, total in sums.items()}
 
+SHUFFLED = b"BSHF\x02"  # a brotli payload is this, the bytes at even places, then those at odd places
+
+def shuffle_and_compress(raw: bytes) -> bytes:
+    """The artifact's bytes, shuffled, by brotli."""
+    import brotli
+    return brotli.compress(SHUFFLED + raw[::2] + raw[1::2])
+
+def decompress_and_unshuffle(packed: bytes) -> bytes:
+    """The inverse of shuffle_and_compress()."""
+    import brotli
+    both = brotli.decompress(packed)[len(SHUFFLED):]
+    raw = bytearray(len(both))
+    half = (len(both) + 1) // 2
+    raw[::2] = both[:half]
+    raw[1::2] = both[half:]
+    return bytes(raw)
+
 def entropy_bytes(tensors: dict[str, Tensor]) -> float:
     """Bytes that an ideal coder needs if it knows the histogram of each int8 tensor."""
     total = 0.0
@@ -5510,9 +5513,7 @@ class Documents(Packer):
         cuts = {min(stage.doc_len or index.longest, index.longest) for stage in cfg.stages()}
         self.cut = {cut: index.lengths.clip(max=cut) for cut in cuts | {index.longest}}
         self.filled = {cut: np.cumsum([0, *lengths]) for cut, lengths in self.cut.items()}
-
-    def held_tokens(self) -> int:
-        return self.filled[self.index.longest][-1]
+        self.held_tokens = self.filled[index.longest][-1]
 
     def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
         """Makes one row for every rank at a time, from the documents of one shard."""
@@ -6587,7 +6588,7 @@ class SeveralTargets(Model):
         """Finds the prefix token of each token."""
         if not self.cfg.prefix_weight:
             return False
-        self.prefixes.copy_(prefix_tokens(texts_of_tokens(self.cfg, run.loader.tokenizer)))
+        self.prefixes.copy_(prefix_tokens(texts_of_tokens(self.cfg, run.data.tokenizer)))
         found = (self.prefixes >= 0).sum().item()
         run.log(f"prefix tokens: {found} of {self.cfg.vocab_size} tokens have one")
         return True
@@ -6979,9 +6980,9 @@ class BestFit(RankRows):
         super().__init__(cfg, data, loader)
         self.index = index = DocumentIndex(cfg, data, loader)
         self.groups = []
-        for shard, name in enumerate(loader.names):
-            first, end = np.searchsorted(index.shard_of, [shard, shard + 1]).tolist()
-            sizes = data.groups.get(name) or [self.GROUP] * math.ceil((end - first) / self.GROUP)
+        for number, shard in enumerate(loader.shards):
+            first, end = np.searchsorted(index.shard_of, [number, number + 1]).tolist()
+            sizes = shard.groups or [self.GROUP] * math.ceil((end - first) / self.GROUP)
             edges = [first, *(first + np.cumsum(sizes)).clip(max=end).tolist()]
             self.groups.append(list(zip(edges, edges[1:])))
         groups = max(map(len, self.groups))
@@ -7117,6 +7118,13 @@ def prompt_rows(task: Task, i: int, encode: Encode, bos: int, longest: int) -> l
         found.append((tuple(row[cut:]), max(1, first - cut)))
     return found
 
+def score_with_hits(model: Model, x: Tensor, targets: Tensor) -> Tensor:
+    """score_targets(), and beside the nats of each target whether it is the likeliest token: (n, 2)."""
+    scores = F.log_softmax(model.logits(x), -1)
+    nats = -scores.gather(-1, targets[:, None])[:, 0].double()
+    hits = scores.argmax(-1) == targets
+    return torch.stack((nats, hits.double()), -1)
+
 def pick_options(model: Model, cfg: Config, task: Task, encode: Encode, bos: int,
                  team: "Team") -> dict[int, int]:
     """{example of this rank: pick}. A pick is the option with the lowest mean loss, the first one of a tie,
@@ -7133,7 +7141,8 @@ def pick_options(model: Model, cfg: Config, task: Task, encode: Encode, bos: int
         options.append(numbers)
     nats = np.full(len(table) + 1, math.inf)  # the last place is that of number -1
     right = np.zeros(len(table) + 1, bool)
-    for n, losses, hits in score_rows(model, cfg, [*table], team):
+    for n, found in score_rows(model, cfg, [*table], team, score_with_hits):
+        losses, hits = found.T.contiguous()
         nats[n] = losses.mean()
         right[n] = hits.all()
     wins = right if task.kind == "language_modeling" else np.isfinite(nats)
@@ -7851,19 +7860,12 @@ def check_speed(cfg: Config, team: Team, log: Logger) -> None:
         require(cfg.dry_run or cfg.device == "cpu", why)
         log(f"machine: {why}")
 
-def given_names(env: Mapping[str, str], argv: Sequence[str]) -> set[str]:
-    """The constants that an environment and a command line set."""
-    typed = {*env, *dict(parse_flags(argv))}
-    return {name for word, name in NAMES.items() if word in typed}
-
 def warn(run: Run, argv: Sequence[str], env: Mapping) -> None:
-    """Warns about settings that were given but have no effect. Raises Refused as check_speed() does. A model
-    is scored on the dataset that it was trained on, unless data_path was given, if that dataset lies beside
-    the recipe's."""
+    """Warns about settings that were given but have no effect, and about shards of a known dataset that may
+    not be all. Raises Refused as check_speed() does."""
     cfg = run.cfg
     log = run.log
-    given = given_names(env, argv)
-    for name in sorted(given & {*cfg.unused}):
+    for name in sorted(given_names(env, argv) & {*cfg.unused}):
         log(f"{name}: accepted, as the public script has it; {cfg.preset} does not need it")
     for typed, name in near_misses(env):
         log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
@@ -7873,12 +7875,12 @@ def warn(run: Run, argv: Sequence[str], env: Mapping) -> None:
         log(run.team.cache_note)
     if cfg.compile and torch._dynamo.config.disable:
         log("compile: TORCH_COMPILE_DISABLE turns it off; training uncompiled")
+    folder = Path(cfg.data_path).absolute()
+    command = DATA_ARGUMENTS.get(folder.name)
+    if command is not None and any(folder.glob("*.bin")) and not (folder / "manifest.json").exists():
+        log(f"data: no manifest.json, so these may not be all shards; get it with `./run.sh data{command}` "
+            "to be sure")
     check_speed(cfg, run.team, log)
-    if run.model and run.model.trained_on and "data_path" not in given:
-        own = Path(cfg.data_path).parent / run.model.trained_on["name"]
-        if own.is_dir() and str(own) != cfg.data_path:
-            log(f"data: {own}, which the model was trained on")
-            run.cfg = replace(cfg, data_path=str(own))
 
 def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
     """The preset named on the command line or in the environment, whatever else they hold; the default one if
@@ -7892,12 +7894,8 @@ def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
             return name
     return default_preset()
 
-def print_help(env: Mapping[str, str], argv: Sequence[str]) -> bool:
-    """Prints the docstring and the constants of the named preset only, if help is asked for. Returns whether
-    it is."""
-    if not {"--help", "-h"} & {*argv}:
-        return False
-    print(script_source().decode().split('"""')[1])  # `python -OO` leaves out __doc__
+def print_help(env: Mapping[str, str], argv: Sequence[str]) -> None:
+    """Prints the constants of the named preset only."""
     preset = preset_of(env, argv)
     cfg = preset_config(preset)
     print(f"Constants of {preset}, as NAME=value in the environment or --name=value (range) [value]")
@@ -7912,7 +7910,6 @@ def print_help(env: Mapping[str, str], argv: Sequence[str]) -> bool:
         print(f"  --{name.replace('_', '-'):28} {limits['doc']}{accepts}  [{show(value)}]")
     print("Aliases: " + ", ".join([" = ".join(pair) for pair in ALIASES.items()]))
     print(f"Presets: {', '.join(RECIPES)}; --preset=NAME --help lists another one's constants")
-    return True
 
 ENTRY_BYTES = 64  # a tensor's name and place, compressed
 # Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log, 0.9963 to 0.9967 in
@@ -7935,7 +7932,7 @@ def planned_bytes(cfg: Config) -> int | None:
         w = torch.randn((drawn, *shape[1:]), generator=generator)
         parts = packed_tensors(w, row, cfg, shape.numel()).values()
         raw = b"".join([part.numpy().tobytes() for part in parts])
-        sizes[row, shape] = ENTRY_BYTES * len(parts) + len(compress(raw, codec(cfg))) * shape[0] / drawn
+        sizes[row, shape] = ENTRY_BYTES * len(parts) + len(cfg.compress(raw)) * shape[0] / drawn
     return round(TRAINED_PART * sum([sizes[key] for key in parameters]))
 
 def plan_lines(cfg: Config, team: Team, micro: int) -> Iterator[str]:
@@ -8013,20 +8010,13 @@ def stage_lines(cfg: Config) -> Iterator[str]:
     sizes = cfg.windows(None, cfg.eval_context or T)
     yield f"{line}, {listed(sizes)}" if sizes else line
 
-def log_plan(run: Run) -> bool:
+def log_plan(run: Run) -> None:
     """Logs the plan of a run that trains. Raises Refused if training rows may hold too many documents for
-    FlashAttention 4. Of a model with prompts to continue, shows samples instead. Returns whether they were
-    all that was asked for."""
+    FlashAttention 4."""
     cfg = run.cfg
-    if cfg.eval_from:
-        only_samples = "sample" in overrides(cfg) and not cfg.dry_run
-        if only_samples:
-            show_samples(run.model, cfg, run.data, run.team, run.log)
-        return only_samples
     if run.loader and cfg.sdpa_backend == "flash4":
         check_slots(cfg, run.loader.packer)
     run.log(*plan_lines(cfg, run.team, run.micro))
-    return False
 
 @torch.no_grad()
 def generate(model: Model, prompt: list[int], count: int, temperature: float, top_k: int = 0,

@@ -169,18 +169,20 @@ class Schedule:
 
 
 def open_shards(folder, parts):
-    """{name: tokens} of shards on the disk, as the trainer opens them."""
+    """{name: Shard} of shards on the disk."""
     found = {}
     for number, tokens in enumerate(parts):
         path = folder / f"x_train_{number:06d}.bin"
         write_shard(path, tokens)
-        found[path.name] = train_gpt.open_shard(path)
+        found[path.name] = train_gpt.Shard(path, len(tokens))
     return found
 
 
 def make_loader(cfg, shards, bos, ranks, rank, groups=()):
     """groups: {name of a shard: documents of each of its groups}."""
-    data = train_gpt.Data(shards, None, None, cfg.vocab_size, bos, None, {}, dict(groups))
+    groups = dict(groups)
+    shards = {name: replace(shard, groups=groups.get(name)) for name, shard in shards.items()}
+    data = train_gpt.Data(shards, None, None, cfg.vocab_size, bos, None, {})
     return train_gpt.Loader(cfg, data, fake_team(rank, ranks), log=lambda *_: None)
 
 

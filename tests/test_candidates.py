@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
-from helpers import TOY
+from helpers import TOY, shard_file
 from test_model import (counted_contexts, documents_after, make_context, make_model, randomised,
                         reference_mixture, small, some_starts, some_tokens)
 from train_gpt import CLASSES, NgramCounts, Optimizer, TinyModel, log_probs, ngram_keys
@@ -241,8 +241,8 @@ def test_no_memory_to_count(error, monkeypatch):
         raise error
 
     monkeypatch.setattr(NgramCounts, "count", fails)
-    loader = SimpleNamespace(tokenizer=None, shards=[some_text()])
-    run = SimpleNamespace(loader=loader, log=lambda line: None)
+    loader = SimpleNamespace(shards=[shard_file(some_text())])
+    run = SimpleNamespace(data=SimpleNamespace(tokenizer=None), loader=loader, log=lambda line: None)
     if str(error) == "a bug":
         refused = pytest.raises(RuntimeError, match="a bug")
     else:

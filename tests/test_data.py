@@ -36,11 +36,16 @@ def test_a_shard_is_a_memory_map_of_its_tokens(tmp_path):
         open_shard(tmp_path / "x.bin", 4)        # the manifest says another number
 
 
+def tokens_of_shards(data):
+    """Those of each train shard."""
+    return [open_shard(shard.path) for shard in data.train.values()]
+
+
 def test_the_toy_dataset(tiny_data):
     data = open_data(toy_config(tiny_data), (lines := []).append)
     assert data.about["name"] == data.about["fingerprint"] == "toy"
     assert data.vocab_size == 512 and data.bos == 1
-    assert [len(shard) for shard in data.train.values()] == [44_001, 36_001, 39_998]
+    assert [shard.size for shard in data.train.values()] == [44_001, 36_001, 39_998]
     assert 10_000 < len(data.val) < 15_000 and data.val[0] == 1
     text = "\n".join(lines)
     assert "train tokens:120000" in text and f"val tokens:{len(data.val)}" in text
@@ -63,7 +68,7 @@ def test_order_with_and_without_a_manifest(tmp_path):
             (folder / "manifest.json").write_text(json.dumps({"files": entries, "more": [None]}))
         data = open_data(cfg, print)
         order = order or [0, 1, 2, 3, 4]
-        assert [int(shard[0]) for shard in data.train.values()] == order
+        assert [int(tokens[0]) for tokens in tokens_of_shards(data)] == order
         assert np.array_equal(data.val, np.concatenate(val_parts)) and data.about["name"] == "some"
         stream = Loader(cfg, data, fake_team()).read(0, 100 * len(order))
         assert stream.tolist() == np.repeat(order, 100).tolist()
@@ -95,7 +100,7 @@ def test_more_shards_than_files_that_may_be_open(tmp_path, few_files, monkeypatc
     for i in range(0, 140, 3):
         assert loader.read(8 * i, 40).tolist() == tokens[8 * i + 8:8 * i + 48].tolist()
     found, _ = loader.next(7)
-    assert found.shape == (1, 7) and len(loader.files) <= 10
+    assert found.shape == (1, 7) and loader.file.cache_info().currsize == 10
 
 
 BESIDE = {      # what desktops and archives leave beside shards, and is it tokens?
@@ -117,7 +122,7 @@ def test_files_of_desktops_beside_shards(tmp_path, name):
     cfg = toy_config(".", data_path=str(tmp_path), vocab_size=256, val_tokens=0, train_seq_len=32,
                      train_batch_tokens=32, eval_context=0)
     data = open_data(cfg, print)
-    assert [len(shard) for shard in data.train.values()] == [300, 90] and len(data.val) == 70
+    assert [shard.size for shard in data.train.values()] == [300, 90] and len(data.val) == 70
 
 
 # -------------------------------------------------------------------------------- the loader
@@ -157,7 +162,7 @@ def loader_of(data=None, rank=0, world_size=1, log=print, **settings):
 
 def cut_rows(data):
     """Slow and plain: the stream cut every T tokens."""
-    stream = np.concatenate([*data.train.values()]).tolist()
+    stream = np.concatenate(tokens_of_shards(data)).tolist()
     return [stream[i:i + T + 1] for i in range(0, len(stream) - T, T)]
 
 
@@ -185,7 +190,7 @@ def test_val_documents_in_train_are_found_without_hashes(shared, documents, refu
         rows = [[BOS, *[2 + number % 90, 2 + number // 90] * 32][:train_gpt.BEGINNING] for number in numbers]
         return np.array(rows, np.uint16).reshape(-1)
 
-    train = {"shard": texts(range(documents))}
+    train = {"shard": shard_file(texts(range(documents)))}
     val = texts([*range(shared), *range(1000, 1100)])
     if not refused:
         return train_gpt.refuse_val_in_train(train, val, BOS, "x")
@@ -198,9 +203,9 @@ def document_steps(data, longest, world_size, n):
     end, follow each other until a row is full; the rest of the last one is dropped, and the next row begins
     with the document after it. world_size rows that a shard cannot fill are dropped with its rest."""
     shards = []
-    for shard in data.train.values():
+    for tokens in tokens_of_shards(data):
         documents = []
-        for token in shard.tolist():
+        for token in tokens.tolist():
             if token == BOS:
                 documents.append([])
             if documents:
@@ -278,8 +283,8 @@ def test_documents_fill_rows(before, longest, world_size):
             got = [torch.cat([x, y[:, -1:]], 1) for x, y in (loader.next(n * T) for loader in loaders)]
             assert torch.cat(got).tolist() == next(steps)
     except Refused:     # no shard has documents for so many rows
-        assert longest < 3 and all(
-            len([row for row in fill_alone(shard, longest)]) < world_size for shard in data.train.values())
+        counts = [len([*fill_alone(tokens, longest)]) for tokens in tokens_of_shards(data)]
+        assert longest < 3 and max(counts) < world_size
 
 
 def fill_alone(shard, longest):
@@ -326,8 +331,10 @@ def test_best_fit_goes_on_from_a_position():
 
 def test_best_fit_refuses_ranks_without_a_group():
     """A rank whose share of every shard is empty would look for a document without end."""
-    data = documents_data(sizes=(90, 70))
-    data = data._replace(groups=dict(zip(data.train, ([2, 100], [100]))))
+    whole = documents_data(sizes=(90, 70))
+    grouped = {name: replace(whole.train[name], groups=sizes)
+               for name, sizes in zip(whole.train, ([2, 100], [100]))}
+    data = whole._replace(train=grouped)
     for rank in range(2):
         assert loader_of(data, rank, 2, packing="best_fit", bos_id=BOS).next(2 * T)[0].shape == (1, T)
     for rank in range(3):

@@ -241,7 +241,7 @@ def test_the_prefix_table_is_built_from_the_tokenizer():
         vocab_size=lambda: 4, id_to_piece=lambda i: pieces[i].decode(), is_byte=lambda i: False,
         is_control=lambda i: False, is_unknown=lambda i: False, is_unused=lambda i: False)
     table = model.prefixes
-    run = SimpleNamespace(loader=SimpleNamespace(tokenizer=tokenizer), log=said.append)
+    run = SimpleNamespace(data=SimpleNamespace(tokenizer=tokenizer), log=said.append)
     assert model.build(run, fresh=True)
     assert model.prefixes is table and table.tolist() == [-1, 0, 1] + [-1] * 61     # compiled steps hold it
     assert said == ["prefix tokens: 2 of 64 tokens have one"]

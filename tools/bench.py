@@ -209,7 +209,7 @@ def train_again(run: AnyRun) -> TrainState:
     """Makes all steps of the run, on the first batches; returns its TrainState."""
     run.loader.position = 0
     state = train_gpt.TrainState()
-    run.saver.begin(run, state)
+    run.saver.begin(state)
     train_gpt.train(run, state)
     return state
 
@@ -698,7 +698,7 @@ def codec_table(settings: dict[str, str], path: str) -> None:
             seconds = time.perf_counter() - began
         bpb = train_gpt.evaluate(again, cfg, data, team).val_bpb
         tensors, raw = seen[0]
-        sizes = (len(zlib.compress(raw, 9)), len(train_gpt.compress(raw, "brotli")),
+        sizes = (len(zlib.compress(raw, 9)), len(train_gpt.shuffle_and_compress(raw)),
                  len(lzma.compress(raw, filters=LZMA)), entropy_bytes(tensors))
         assert len(packed) in sizes[:2] and math.isfinite(bpb)
         print(f"{label:20} {bpb:8.5f} {bpb - base:+8.5f}", *(f"{size:10,}" for size in sizes),

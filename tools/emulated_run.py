@@ -190,7 +190,9 @@ class Machine:
         """Nats of all targets of rows of two lengths."""
         rows = [(row.numpy()[: len(row) - 40 * (i == 0)], 1) for i, row in enumerate(tokens)]
         found = {}
-        for i, nats, _ in self.trainer.score_rows(self.model, self.cfg, rows, self.team, None, self.compiled):
+        score = self.trainer.score_targets
+        for i, nats in self.trainer.score_rows(self.model, self.cfg, rows, self.team, score, None,
+                                               self.compiled):
             found[i] = nats
         return torch.cat([found[i] for i in range(len(rows))])
 

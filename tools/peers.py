@@ -154,7 +154,7 @@ class Text:
 
     @cached_property
     def train_tokens(self) -> np.ndarray:
-        shards = [np.array(shard) for shard in self.data.train.values()]
+        shards = [np.array(train_gpt.open_shard(shard.path)) for shard in self.data.train.values()]
         tokens = sum(map(len, shards))
         require(tokens <= MOST_TRAIN_TOKENS, f"{tokens} train tokens are more than {MOST_TRAIN_TOKENS}")
         return np.concatenate(shards)

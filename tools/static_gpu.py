@@ -538,8 +538,9 @@ class Subject:
         rows = [([0] * (T + 1), 1)] * max(1, cfg.val_batch_size // T)
         began = time.perf_counter()
 
-        def score() -> list[tuple[int, Tensor, Tensor]]:
-            return [*self.trainer.score_rows(run.model, cfg, rows, run.team, None, True)]
+        def score() -> list[tuple[int, Tensor]]:
+            nats = self.trainer.score_targets
+            return [*self.trainer.score_rows(run.model, cfg, rows, run.team, nats, None, True)]
 
         score()
         seconds = time.perf_counter() - began
