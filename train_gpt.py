@@ -175,10 +175,6 @@ class Recipe(ABC, Generic[Stages]):
         """Which products of training are in fp8: off, head or all. Raises Refused."""
         return "off"
 
-    def fast_kernels(self: Any, on_gpu: bool, log: Logger) -> dict[str, Callable]:
-        """{field of Kernels: function}: the loss and, besides attention, other fast kernels."""
-        return fast_loss(self, on_gpu, fused_loss)
-
     def first_values(self, values: "dict[str, Tensor]") -> "dict[str, Tensor]":
         """{name: fp32} as the parameter table draws them -> the values that the model starts with."""
         return values
@@ -343,6 +339,10 @@ class Config(Recipe[Stages]):
         constants |= dict(train_batch_tokens=shape["train_seq_len"], stage_starts=(), batch_schedule=(),
                           seq_schedule=())
         return replace(base if isinstance(base, cls) else cls(), **constants)
+
+    def fast_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+        """{field of Kernels: function}: the loss and, besides attention, other fast kernels."""
+        return fast_loss(self, on_gpu, fused_loss)
 
     def progress(self: "Config", step: int, seconds: float) -> float:
         """The part of the run that is done, 0 to 1: by steps or by seconds of the wall-clock cap, whichever

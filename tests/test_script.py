@@ -15,9 +15,9 @@ from verify.checks import OF_ONE_RUN, environment_of
 
 PRESETS = [*train_gpt.RECIPES]
 SOME = slow_but(["tiny", "golf"], PRESETS)
-# Statements that each script may have: 10 % above what it reached when the lab had left it
-CEILINGS = dict(golf=3010, golf_plus=3360, speedrun=3570, speedrun_plus=4080, gpt2=3710, gpt2_plus=3750,
-                tiny=4090)
+# Statements that each script may have: 10 % above what it reaches (docs/log/2026-11.md)
+CEILINGS = dict(golf=2830, golf_plus=3230, speedrun=3400, speedrun_plus=3980, gpt2=3560, gpt2_plus=3600,
+                tiny=3870)
 TOY_RUN = dict(
     tiny=dict(MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="256", BIGRAM_ROWS="512",
               COUNT_BITS="12", ARTIFACT_KEEP="1000", VAL_LOSS_EVERY="5", DATA_FINGERPRINT=""),
