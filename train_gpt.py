@@ -2632,7 +2632,7 @@ def fp8_fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, linear: K
     scales = head_scales(x.size(-1), len(x), most)
     return Fp8FusedLoss.apply(x, head, targets, weights, cap, row_losses, scales)
 
-def fast_loss(cfg: Config, on_gpu: bool, loss: Callable,
+def fast_loss(cfg: Config, on_gpu: bool, loss: Kernel,
               row_losses: RowLosses | None = None) -> dict[str, Callable]:
     """{"loss": the fastest lm_loss() on this device}, or {} where torch.compile makes it. loss: fused_loss()
     or a version with its signature. row_losses: kernel_losses() in recipes with a large vocabulary."""
