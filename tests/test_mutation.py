@@ -1,5 +1,6 @@
 """tools/mutation.py on a toy script: what is caught, what survives, what hangs, what is not tried."""
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -165,6 +166,12 @@ def processes_of(folder):
     return found
 
 
+def notes_of_mutants(folder):
+    """Those of tests under way; before, the same tests are run without a change."""
+    notes = folder.glob("mutation*/slot*/note")
+    return [note for note in notes if (note.parent / "tree/toy.py").read_text() != SCRIPT]
+
+
 @pytest.mark.slow
 def test_an_interrupt_leaves_what_was_found(root, said, tmp_path):
     """Nothing that was started goes on by itself; the same command goes on with what was missing."""
@@ -175,9 +182,11 @@ def test_an_interrupt_leaves_what_was_found(root, said, tmp_path):
     hanging = next(line for line in lines if "\ttimeout\t" in line)
     lines.remove(hanging)
     results.write_text("".join(lines))
-    process = subprocess.Popen(command(toy, "--patience", "60"), text=True, stdout=subprocess.PIPE)
+    process = subprocess.Popen(command(toy, "--patience", "60"), text=True, stdout=subprocess.PIPE,
+                               env=os.environ | {"TMPDIR": str(tmp_path)})
     assert " mutants: " in process.stdout.readline()
-    wait_until(lambda: len(processes_of(toy)) == 2)
+    wait_until(lambda: any("test_before" in note.read_text() for note in notes_of_mutants(tmp_path)))
+    assert len(processes_of(toy)) == 2
     process.terminate()
     last, _ = process.communicate(timeout=300)
     assert process.returncode == 130 and last.startswith("interrupted: ")
