@@ -23,6 +23,7 @@ import csv
 import ctypes
 import fcntl
 import gc
+import getpass
 import hashlib
 import io
 import json
@@ -210,7 +211,7 @@ class Recipe(ABC, Generic[Stages]):
 
     @staticmethod
     def decompress(packed: bytes) -> bytes:
-        """The inverse of compress() with any constants. Raises zlib.error for what another recipe packed."""
+        """Undoes compress(), whatever the constants. Raises zlib.error for what another recipe packed."""
         return zlib.decompress(packed)
 
     def wider_steps(self, model: "Model", coarser: float, size: float, most: float) -> float:
@@ -361,7 +362,7 @@ ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iteratio
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 
 # {hook: function}: conveniences such as samples and pictures, on which no result depends, and
-# FlashAttention 4, which no card has timed yet. A table at the end of the whole file fills it; in a script
+# FlashAttention 4. A table at the end of the whole file fills it; in a script
 # of one recipe it stays empty.
 LAB: dict[str, Callable] = {}
 
@@ -437,6 +438,9 @@ def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     while words:
         flag, equals, text = words.pop(0).partition("=")
         name = flag.removeprefix("--").replace("-", "_").upper()
+        require(name not in (*LAUNCH_NUMBERS, *LAUNCH_FLAGS),
+                f"{flag} is a launcher's: start with torchrun --nproc_per_node=GPUS train_gpt.py, which sets "
+                "RANK, WORLD_SIZE and LOCAL_RANK")
         if flag[:2] != "--" or name not in NAMES:
             lab("unknown", "", flag, "")
             raise Refused(f"unknown argument {flag}")
@@ -1651,7 +1655,7 @@ class Loader:
         self.vocab_size = data.vocab_size
         self.names = [*data.train]
         self.shards = [*data.train.values()]
-        # path -> open file; too many are never open, as the one that leaves the cache is closed
+        # path -> open file; at most MOST_FILES stay open, since an evicted file is closed
         self.file = lru_cache(self.MOST_FILES)(partial(open, mode="rb"))
         for shard in self.shards[:self.MOST_FILES]:
             self.file(shard.path)
@@ -1736,7 +1740,7 @@ def compile_once(function: Callable[..., Any], dynamic: bool = False) -> Callabl
 def score_rows(model: Model, cfg: Config, rows: list, team: "Team", score: Callable[..., Tensor],
                stage: Stage | None = None, compiled: bool = False) -> Iterator[tuple[int, Tensor]]:
     """rows: [(ids, first)], with targets ids[first:]. Yields (a row's index, the scores of its targets), in
-    batches of similar length, longest first. score: score_targets(), or a function with its arguments.
+    batches of similar length, longest first. score: score_targets(), or a function of the same arguments.
     stage: the one whose windows and loops apply; None: those of evaluation. compiled: pads all batches to
     the shape of the largest one."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
@@ -1930,7 +1934,8 @@ def to_payload(cfg: Config, tensors: dict[str, Tensor], data: dict | None = None
     """The dictionary that load_model reads, for torch.save. Tensors are copied, because saving a view would
     write its whole buffer. data: what the model was trained on, if known."""
     tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-    # asdict() copies tuples: torch.save writes shared ones as references, which a resumed run lacks
+    # torch.save would write a tuple that two constants share only once, a resumed run shares none, and so the
+    # same model would have other bytes; asdict() copies them
     shape = {name: value for name, value in asdict(cfg).items() if name in cfg.model_fields()}
     return dict(shape=shape, tensors=tensors, data=data)
 
@@ -2039,7 +2044,8 @@ def read_checkpoint(folder: Path) -> tuple[dict | None, list[str]]:
             continue
         try:
             payload = read_zip((folder / name).read_bytes())
-            check_config(config_of(payload))
+            if payload["code_sha256"] == script_sha256():  # another script may have other constants
+                check_config(config_of(payload))
             return payload, damaged
         except Exception as error:  # a damaged file may raise anything
             damaged.append(f"{name} is damaged ({type(error).__name__})")
@@ -2635,7 +2641,7 @@ def fp8_fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, linear: K
 def fast_loss(cfg: Config, on_gpu: bool, loss: Kernel,
               row_losses: RowLosses | None = None) -> dict[str, Callable]:
     """{"loss": the fastest lm_loss() on this device}, or {} where torch.compile makes it. loss: fused_loss()
-    or a version with its signature. row_losses: kernel_losses() in recipes with a large vocabulary."""
+    or a version with its signature. row_losses: kernel_losses() if the vocabulary may be large."""
     if on_gpu and not (cfg.triton_kernels and triton):
         return {}
     if on_gpu and row_losses and cfg.vocab_size >= LEAST_KERNEL_VOCABULARY:
@@ -2657,6 +2663,7 @@ def choose_kernels(cfg: Config, on_gpu: bool, log: Logger) -> Kernels:
 # ---------- 12 ranks, log, memory
 LAUNCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
                   "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+LAUNCH_FLAGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
 # How Slurm, Open MPI and MPICH number their tasks: (this one, how many there are)
 TASKS = (("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
          ("PMI_RANK", "PMI_SIZE"))
@@ -2726,14 +2733,14 @@ def meet(ranks: Ranks) -> dist.Store:
     require(host and port, f"{ranks.world_size} ranks need MASTER_ADDR and MASTER_PORT, where they meet")
     patience = LONG_TIMEOUT if ranks.by_torchrun else MEETING_TIMEOUT
     if ranks.rank == 0:
-        patience += 5  # it holds the store, so the others say first who is missing
+        patience += 5  # it holds the store, so it leaves last and the others can say who is missing
     until = time.monotonic() + patience
     names = [f"rank {rank} of {ranks.world_size}" for rank in range(ranks.world_size)]
     found: Future = Future()
     # In another thread: one that waits for the network is deaf to signals
     threading.Thread(target=open_store, args=(ranks, found), daemon=True).start()
     try:
-        store = dist.PrefixStore(f"attempt {ranks.attempt}", found.result(MEETING_TIMEOUT))
+        store = dist.PrefixStore(f"attempt {ranks.attempt}", found.result(MEETING_TIMEOUT + 5))
         require(store.add(names[ranks.rank], 1) == 1, f"another process has RANK={ranks.rank}, too")
         while not store.check(names):
             there = [name for name in names if store.check([name])]
@@ -2742,20 +2749,28 @@ def meet(ranks: Ranks) -> dist.Store:
             time.sleep(0.02)
         return store
     except TimeoutError:
-        raise Refused(f"MASTER_ADDR={host} MASTER_PORT={port} does not answer, or something other than our "
-                      "ranks does") from None
+        raise Refused(f"something other than our ranks listens at port {port}") from None
     except dist.DistError as error:
         raise Refused(f"rank 0 is gone or MASTER_PORT is in use ({brief(error)}): give torchrun --standalone "
                       "or another --master-port") from None
 
 def open_store(ranks: Ranks, found: Future) -> None:
     """Puts the store that rank 0 or torchrun's agent holds into a Future, or why there is none."""
+    began = time.monotonic()
+    host, port = ranks.where
     is_host = ranks.rank == 0 and not ranks.by_torchrun
-    host = "localhost" if is_host else ranks.where[0]
     try:
-        # a timeout of collectives; meet() waits for less than torch, which ends with pages of stack frames
-        found.set_result(dist.TCPStore(host, ranks.where[1], is_master=is_host, wait_for_workers=False,
-                                       timeout=timedelta(seconds=LONG_TIMEOUT)))
+        while not is_host:  # torch itself would try less often and print warnings
+            try:
+                socket.create_connection(ranks.where, MEETING_TIMEOUT).close()
+                break
+            except (OSError, UnicodeError) as error:
+                late = time.monotonic() - began > MEETING_TIMEOUT
+                require(not late, f"MASTER_ADDR={host} MASTER_PORT={port} does not answer ({error})")
+                time.sleep(0.2)
+        # the timeout of later collectives; meet() gives up first, because torch's own timeout prints pages
+        found.set_result(dist.TCPStore("localhost" if is_host else host, port, is_master=is_host,
+                                       wait_for_workers=False, timeout=timedelta(seconds=LONG_TIMEOUT)))
     except Exception as error:
         found.set_exception(error)
 
@@ -2777,16 +2792,23 @@ def is_odd(path: str) -> bool:
 
 def choose_cache() -> str:
     """Steers torch's compiler away from cache folders that it could not use -> what to log."""
-    os.environ["LOGNAME"] = f"uid_{os.getuid()}"  # is part of a folder's name; a user's own may have a space
-    with suppress(OSError):
-        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/")
-        os.makedirs(cache, exist_ok=True)  # torch's compiler cannot be imported without this folder
-        if not is_odd(os.path.abspath(cache) + tempfile.gettempdir()):
-            return ""
-    tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.tempdir}/torchinductor_uid_{os.getuid()}"
-    return ("compile: TORCHINDUCTOR_CACHE_DIR or TMPDIR has a space or quote or cannot be made: "
-            "folders in /tmp are used")
+    named = "TORCHINDUCTOR_CACHE_DIR"
+    odd = []
+    try:
+        os.makedirs(os.environ.get(named, "."), exist_ok=True)
+    except OSError:  # torch's compiler cannot be imported without this folder
+        del os.environ[named]
+    if named in os.environ and is_odd(os.path.abspath(os.environ[named])):
+        del os.environ[named]
+        odd.append(named)
+    if is_odd(tempfile.gettempdir()):
+        tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
+        odd.append("TMPDIR")
+    with suppress(KeyError, OSError):  # a user without a name
+        if is_odd(getpass.getuser()):  # is part of a folder's name
+            os.environ["LOGNAME"] = f"uid_{os.getuid()}"
+            odd.append("the user's name")
+    return f"compile: a space or quote in {' and '.join(odd)}: other folders are used" if odd else ""
 
 class Team:
     """The ranks, and the device of this one. Raises Refused, such as for fewer GPUs than ranks."""
@@ -2833,7 +2855,7 @@ class Team:
         for dtype in (np.float32, np.float64):
             np.finfo(dtype)  # numpy warns if it looks for the first time after the next line
         torch.set_flush_denormal(True)
-        with suppress(AttributeError):  # Linux has the first, its glibc the others
+        with suppress(AttributeError):  # prctl is Linux's, mallopt glibc's
             if ranks.by_torchrun:  # a rank ends with the agent that started it, however that ends
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             # keep freed memory: fresh pages would take a sixth of a step
@@ -2842,7 +2864,7 @@ class Team:
         # 4. the ranks meet
         if self.world_size > 1 and not dist.is_initialized():
             first = "127.0.0.1" if self.ranks_here == self.world_size else ranks.where[0]
-            # whatever the host's name leads to; an empty one is none
+            # not what the host's name resolves to; gloo ignores an empty name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_to(first))
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.on_gpu else "gloo", store=meet(ranks),
                                     rank=self.rank, world_size=self.world_size,
@@ -2961,7 +2983,7 @@ def step_memory(cfg: Config, team: Team, sequences: int) -> int:
     longest = max([stage.row_tokens for stage in stages]) // cfg.train_seq_len
     tokens = max(sequences, longest if sequences else 0) * cfg.train_seq_len
     # 1. weights as the model reads them, gradients and their sums; the share of gradients, masters, moments.
-    #    Gradients that wait for the second step of an update are left out.
+    #    Gradients that wait for the second step of an update are left out, and so is an EMA.
     shared = 16 if team.world_size > 1 else 12
     tables = counts["embed"] + counts["value_embed"] if team.on_gpu else 0  # whose sums are as narrow
     held = counts.total() * ((2 * width if team.on_gpu else 4) + 4 + shared / team.world_size)
@@ -3144,7 +3166,12 @@ def rehearse(run: Run) -> float:
     if memory runs out, torch's kernels on a GPU, the eager step on a CPU. Sets run.loss_fn and the
     optimizer's rules; returns the seconds of the slowest step that was compiled already."""
     optimizer = run.optimizer
-    compiled = run.cfg.compile and not torch._dynamo.config.disable  # by TORCH_COMPILE_DISABLE
+    compiled = run.cfg.compile
+    if compiled and run.team.cache_note:
+        run.log(run.team.cache_note)
+    if compiled and torch._dynamo.config.disable:
+        compiled = False
+        run.log("compile: TORCH_COMPILE_DISABLE turns it off; training uncompiled")
     changing = []
     for bank in optimizer.banks:
         changing += [bank.data, bank.master, bank.grad, *bank.state]
@@ -3437,11 +3464,22 @@ def first_result(run: Run, changed: dict[str, list[str]], resumed: bool) -> dict
         data=run.data.about, eval=settings, stop_reason="eval_from" if cfg.eval_from else None,
         started=run.started, resumed=resumed)
 
+def check_speed(cfg: Config, team: Team, log: Logger) -> None:
+    """Refuses to train on a CPU, unless asked to, if a step would take more than a minute."""
+    seconds = flops_per_token(cfg) * cfg.train_batch_tokens / CPU_FLOPS / torch.get_num_threads()
+    if seconds > 60 and not (team.on_gpu or cfg.eval_from):
+        why = (f"{cfg.preset} is made for GPUs: a step takes {seconds / 60:.0f} min here, the whole run "
+               f"{seconds * total_steps(cfg) / 86400:.1f} days (estimate); "
+               "PRESET=tiny trains for 2 min; DEVICE=cpu trains anyway")
+        require(cfg.dry_run or cfg.device == "cpu", why)
+        log(f"machine: {why}")
+
 def prepare(run: Run) -> None:
     """Opens the dataset, logs the plan and chooses kernels. A dry run works without data. Raises Refused."""
     cfg = run.cfg
     team = run.team
     log = run.log
+    check_speed(cfg, team, log)
     try:
         run.data = open_data(cfg, log)
         bos = cfg.bos_id or max(run.data.bos, 0)
@@ -3466,8 +3504,8 @@ def prepare(run: Run) -> None:
         run.model.use(choose_kernels(cfg, True, log)._replace(linear=linear, head_linear=linear))
 
 def train_model(run: Run, checkpoint: dict | None, began: float) -> Score:
-    """First values or a checkpoint, rehearsal, training. Sets run.model to what was trained. began: when the
-    process did."""
+    """First values or a checkpoint, rehearsal, training. Sets run.model to what was trained, run.state and
+    run.report. began: when the process began."""
     cfg = run.cfg
     team = run.team
     # 1. model and optimizer
@@ -3496,11 +3534,11 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> Score:
         score, stop_reason = train(run, run.state)
     team.group = None
     run.optimizer.group = None
+    run.report |= training_report(run, run.state, score, stop_reason)
+    run.report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro,
+                       compiled=run.loss_fn is not run.model)
     # 4. the fp32 weights that it made
     take_weights(run)
-    run.report = training_report(run, run.state, score, stop_reason) | dict(
-        setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro,
-        compiled=run.loss_fn is not run.model)
     return score
 
 def take_weights(run: Run) -> None:
@@ -3509,6 +3547,8 @@ def take_weights(run: Run) -> None:
     for name, value in run.optimizer.weights().items():
         run.model.get_parameter(name).data = value.to(run.team.device)
     torch._dynamo.reset()
+    run.loss_fn = None
+    run.optimizer = None  # frees its gradients and moments
 
 def write_and_read_back(run: Run) -> None:
     """Writes the model's files; run.model becomes what the artifact holds."""
@@ -3523,6 +3563,7 @@ def write_and_read_back(run: Run) -> None:
             model.drop_state()  # makes room for the state in the file
             run.model, _ = load_model(run.folder / artifact_name(run.cfg), run.team.device)
             run.model.use(model.kernels)
+    model.hessians = {}
     for p in run.model.parameters():
         run.team.broadcast(p.data)
 
@@ -3570,6 +3611,7 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     cfg = load_config(env, argv)
     began = time.perf_counter()
     started = f"{datetime.now(UTC):%FT%TZ}"
+    lab("warnings", cfg, argv, env, log)
     script_source()
     team = Team(cfg, env)
     checkpoint = None
@@ -3587,7 +3629,6 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     if cfg.eval_from:
         load_asked(run, changed, given_names(env, argv))
     model = run.model  # to be scored; None: one is trained
-    lab("warnings", run, argv, env)
     prepare(run)
     if run.data and model:
         check_identity(f"eval_from={cfg.eval_from}", model.trained_on, cfg, run.data, log)
@@ -3628,7 +3669,7 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
     for evaluation in cfg.evaluations():
         result |= evaluation(run.model, cfg, run.data, team, log)
     if team.rank == 0:
-        finish(run, result, score, began)
+        finish(run, result, scores.get("artifact") or scores["trained"], began)
 
 def main(argv: Sequence[str], env: Mapping, notes: Sequence[str] = ()) -> int:
     """Returns the exit code: 0 done, 1 failed, 2 refused before training. notes: lines that the log begins
@@ -4267,8 +4308,9 @@ class CountingModel(Model):
         if run.data.tokenizer:  # without one each token is a word
             self.counts.starts.copy_(word_starts(texts_of_tokens(self.counts.cfg, run.data.tokenizer)))
         try:
-            tokens = [np.array(open_shard(shard.path)) for shard in run.loader.shards]  # one open at a time
-            self.counts.count(np.concatenate(tokens))
+            # np.array: one file is open at a time
+            text = np.concatenate([np.array(open_shard(shard.path)) for shard in run.loader.shards])
+            self.counts.count(text)
         except (MemoryError, RuntimeError) as error:
             if out_of_memory(error) or "bad_alloc" in str(error):  # raised by torch.sort
                 raise Refused("no memory left to count n-grams: MEMORY=0 goes without them") from None
@@ -5379,7 +5421,7 @@ def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches:
 SHUFFLED = b"BSHF\x02"  # a brotli payload is this, the bytes at even places, then those at odd places
 
 def shuffle_and_compress(raw: bytes) -> bytes:
-    """The artifact's bytes, shuffled, by brotli."""
+    """Byte shuffle, then brotli."""
     import brotli
     return brotli.compress(SHUFFLED + raw[::2] + raw[1::2])
 
@@ -6346,7 +6388,7 @@ class SpeedrunPlus(SpeedrunRecipe[TargetStage]):
         return [2 * self.num_heads * self.qk_dim, self.mlp_mult * self.model_dim]
 
     def fast_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
-        """In fp8: lm_head, queries, keys and values, MLPs, each by a constant of its own."""
+        """fp8 for lm_head, QKV and MLPs, each with its own switch."""
         part = fp8_part(self, on_gpu, log, further=self.fp8_sides())
         if part == "off":
             return fast_loss(self, on_gpu, fused_loss, kernel_losses)
@@ -7786,8 +7828,7 @@ RECIPES = dict(tiny=Tiny, golf=Golf, golf_plus=GolfPlus, speedrun=Speedrun, spee
 KNOWN = {f.name: f for recipe in reversed(RECIPES.values()) for f in fields(recipe)}
 # {a name as it is typed: the constant that it means}
 NAMES = {name.upper(): name for name in KNOWN} | {typed.upper(): name for typed, name in ALIASES.items()}
-for recipe in RECIPES.values():
-    NAMES |= {name.upper(): name for name in recipe.unused}
+NAMES |= {name.upper(): name for recipe in RECIPES.values() for name in recipe.unused}
 
 # ---------- 15 lab
 # Conveniences for users, on which no result depends, and FlashAttention 4, which no card has timed yet. The
@@ -7834,8 +7875,6 @@ def near_misses(names: Iterable[str]) -> list[tuple[str, str]]:
             found.append((typed, close[0]))
     return found
 
-LAUNCH_FLAGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
-
 def refuse_unknown(preset: str, name: str, text: str) -> None:
     """Raises Refused for a name that a preset lacks, unless check_foreign() accepts it. preset empty: for a
     flag that is no constant of any preset."""
@@ -7843,44 +7882,25 @@ def refuse_unknown(preset: str, name: str, text: str) -> None:
         check_foreign(preset, name, text)
         return
     typed = name.removeprefix("--").replace("-", "_").upper()
-    require(typed not in (*LAUNCH_NUMBERS, *LAUNCH_FLAGS),
-            f"{name} is a launcher's: start with torchrun --nproc_per_node=GPUS train_gpt.py, which sets "
-            "RANK, WORLD_SIZE and LOCAL_RANK")
     longer = [known for known in NAMES if typed and known.startswith(typed)]
     nearest = dict(near_misses([typed])).get(typed, [*longer, "help"][0]).lower().replace("_", "-")
     raise Refused(f"unknown argument {name}; did you mean --{nearest}?")
 
-def check_speed(cfg: Config, team: Team, log: Logger) -> None:
-    """Refuses to train on a CPU, unless asked to, if a step would take more than a minute."""
-    seconds = flops_per_token(cfg) * cfg.train_batch_tokens / CPU_FLOPS / torch.get_num_threads()
-    if seconds > 60 and not (team.on_gpu or cfg.eval_from):
-        why = (f"{cfg.preset} is made for GPUs: a step takes {seconds / 60:.0f} min here, the whole run "
-               f"{seconds * total_steps(cfg) / 86400:.1f} days (estimate); "
-               "PRESET=tiny trains for 2 min; DEVICE=cpu trains anyway")
-        require(cfg.dry_run or cfg.device == "cpu", why)
-        log(f"machine: {why}")
-
-def warn(run: Run, argv: Sequence[str], env: Mapping) -> None:
-    """Warns about settings that were given but have no effect, and about shards of a known dataset that may
-    not be all. Raises Refused as check_speed() does."""
-    cfg = run.cfg
-    log = run.log
+def warn(cfg: Config, argv: Sequence[str], env: Mapping, log: Logger) -> None:
+    """Warns about settings that were given but have no effect, and about a known dataset that may lack
+    shards."""
     for name in sorted(given_names(env, argv) & {*cfg.unused}):
         log(f"{name}: accepted, as the public script has it; {cfg.preset} does not need it")
     for typed, name in near_misses(env):
         log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
     if env.get("LOGGER"):
         log("warning: LOGGER works only through ./run.sh")
-    if cfg.compile and run.team.cache_note:
-        log(run.team.cache_note)
-    if cfg.compile and torch._dynamo.config.disable:
-        log("compile: TORCH_COMPILE_DISABLE turns it off; training uncompiled")
     folder = Path(cfg.data_path).absolute()
     command = DATA_ARGUMENTS.get(folder.name)
-    if command is not None and any(folder.glob("*.bin")) and not (folder / "manifest.json").exists():
-        log(f"data: no manifest.json, so these may not be all shards; get it with `./run.sh data{command}` "
-            "to be sure")
-    check_speed(cfg, run.team, log)
+    with suppress(OSError):  # open_data() says what is wrong with the path
+        if command is not None and any(folder.glob("*.bin")) and not (folder / "manifest.json").exists():
+            log("data: no manifest.json, so these may not be all shards; get it with "
+                f"`./run.sh data{command}` to be sure")
 
 def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
     """The preset named on the command line or in the environment, whatever else they hold; the default one if

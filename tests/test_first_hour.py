@@ -181,7 +181,7 @@ def test_shards_of_a_known_dataset_without_a_manifest(tiny_data, tmp_path):
         (folder / "manifest.json").unlink()
         cfg = train_gpt.load_config(TOY | dict(DATA_PATH=str(folder), VOCAB_SIZE="512"))
         assert len(train_gpt.open_data(cfg).train) == 3
-        train_gpt.warn(train_gpt.Run(cfg, cfg, train_gpt.Team(cfg, {}), said.append, None, ""), [], {})
+        train_gpt.warn(cfg, [], {}, said.append)
         warned = [line for line in said if line.startswith("data: no manifest.json, so ")]
         assert len(warned) == bool(command) and all(command in line for line in warned)
 

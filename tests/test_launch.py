@@ -284,15 +284,13 @@ def ended(process, seconds=120):
     "127.0.0.1", "192.0.2.1", "nowhere.invalid", "a..b", "x" * 300])
 def test_an_address_that_does_not_answer(address, start):
     """Refused after the time that is given it, by a rank that torchrun starts and by one that it does not.
-    192.0.2.1 is of a network that nobody has. Torch says of a name that it cannot be found."""
+    192.0.2.1 is of a network that nobody has."""
     env = TWO | dict(RANK="1", MASTER_ADDR=address, MASTER_PORT=free_port())
     by_torchrun = env | dict(TORCHELASTIC_USE_AGENT_STORE="True", LOCAL_RANK="0")
     for process in (start(env, 0.5, "--dry-run"), start(by_torchrun, 0.5)):
         assert ended(process) == 2
-        *notes, sentence = process.said().splitlines()
-        assert sentence.startswith(f"train_gpt: MASTER_ADDR={address} MASTER_PORT=")
-        assert "does not answer" in sentence
-        assert not [line for line in notes if "cannot be retrieved" not in line], notes
+        assert process.said().startswith("train_gpt: MASTER_ADDR=") and process.said().count("\n") == 1
+        assert "does not answer" in process.said()
 
 
 @pytest.fixture
@@ -307,8 +305,7 @@ def silent():
 def test_something_else_answers(silent, start):
     process = start(TWO | dict(RANK="1", MASTER_PORT=silent), 0.5, "--dry-run")
     assert ended(process) == 2 and process.said() == (
-        f"train_gpt: MASTER_ADDR=127.0.0.1 MASTER_PORT={silent} does not answer, or something other than our "
-        "ranks does\n")
+        f"train_gpt: something other than our ranks listens at port {silent}\n")
 
 
 def test_ranks_that_never_come(start):
@@ -516,9 +513,6 @@ ODD = dict(
     CUDA_VISIBLE_DEVICES="abc")
 
 
-IN_TMP = os.path.join("/tmp", f"torchinductor_uid_{os.getuid()}")
-
-
 @pytest.mark.parametrize("folder, stays", [("", False), ("/proc/nowhere", False), ("cache", True)])
 def test_the_cache_of_the_compiler(folder, stays, tmp_path, monkeypatch):
     """Torch imports its compiler for every run, which fails where this folder cannot be made. When it is
@@ -526,32 +520,29 @@ def test_the_cache_of_the_compiler(folder, stays, tmp_path, monkeypatch):
     importlib.import_module("torch._dynamo.package")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
-    monkeypatch.setenv("TMPDIR", "/tmp")
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    note = train_gpt.Team(train_gpt.load_config(SMALL), {}).cache_note
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == (folder if stays else IN_TMP)
-    assert (note == "") == stays == Path("cache").is_dir()
+    train_gpt.Team(train_gpt.load_config(SMALL), {})
+    assert ("TORCHINDUCTOR_CACHE_DIR" in os.environ) == stays == Path("cache").is_dir()
 
 
-ODD_FOLDERS = {     # what has a space or quote; do folders in /tmp take their place?
-    "a cache with a space": (dict(TORCHINDUCTOR_CACHE_DIR="my cache"), True),
-    "a cache with a quote": (dict(TORCHINDUCTOR_CACHE_DIR='6" disk'), True),
-    "a temporary folder": (dict(TMPDIR="it's tmp"), True),
-    "a user": (dict(LOGNAME="J. O'Neil"), False),
-    "a user and a temporary folder": (dict(USER="a b", LOGNAME="", TMPDIR="a\tb"), True),
-    "a user with a cache": (dict(TORCHINDUCTOR_CACHE_DIR="cache", LOGNAME="a b"), False),
-    "nothing": (dict(TMPDIR="Café-1.2", LOGNAME="jürgen", HOME="a b"), False)}
+ODD_FOLDERS = {     # what has a space or quote, what is said of it
+    "a cache with a space": (dict(TORCHINDUCTOR_CACHE_DIR="my cache"), "TORCHINDUCTOR_CACHE_DIR"),
+    "a cache with a quote": (dict(TORCHINDUCTOR_CACHE_DIR='6" disk'), "TORCHINDUCTOR_CACHE_DIR"),
+    "a temporary folder": (dict(TMPDIR="it's tmp"), "TMPDIR"),
+    "a user": (dict(LOGNAME="J. O'Neil"), "the user's name"),
+    "a user and a temporary folder": (dict(USER="a b", LOGNAME="", TMPDIR="a\tb"),
+                                      "TMPDIR and the user's name"),
+    "a good cache stays": (dict(TORCHINDUCTOR_CACHE_DIR="cache", TMPDIR="a b"), "TMPDIR"),
+    "nothing": (dict(TMPDIR="Café-1.2", LOGNAME="jürgen", HOME="a b"), None)}
 
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     """folders(env): such an environment, with folders that are there -> what names torch's folders."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir, triton_cache_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
     def folders(env):
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         monkeypatch.setattr(tempfile, "tempdir", None)
-        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
         for name in ("LOGNAME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"):     # what a run may change
             monkeypatch.setenv(name, "kept")
             monkeypatch.delenv(name)
@@ -560,37 +551,31 @@ def folders(tmp_path, monkeypatch):
             if name not in ("LOGNAME", "USER"):
                 path.mkdir(exist_ok=True)
             monkeypatch.setenv(name, value if name in ("LOGNAME", "USER") else str(path))
-        return lambda: (cache_dir(), triton_cache_dir(0), default_cache_dir(), tempfile.gettempdir())
+        return lambda: (cache_dir(), default_cache_dir(), tempfile.gettempdir())
     return folders
 
 
 @pytest.mark.parametrize("case", ODD_FOLDERS)
 def test_the_compiler_gets_folders_that_it_can_use(case, folders, tmp_path):
-    """Triton's cache is in torch's. A line says if they are not where they were asked for."""
-    env, moved = ODD_FOLDERS[case]
+    """The line says what was to blame."""
+    env, named = ODD_FOLDERS[case]
     places = folders(env)
     note = train_gpt.Team(train_gpt.load_config(SMALL), {}).cache_note
-    assert ("has a space or quote" in note) == moved == (note != "")
+    assert note == (f"compile: a space or quote in {named}: other folders are used" if named else "")
     assert not [path for path in places() if train_gpt.is_odd(path)]
-    cache, for_triton, default, temporary = places()
-    assert for_triton.startswith(cache)
-    if moved:
-        assert (cache, temporary) == (IN_TMP, "/tmp")
-    else:
-        assert cache == str(tmp_path / env.get("TORCHINDUCTOR_CACHE_DIR", default))
+    assert (places()[0] == str(tmp_path / "cache")) == (env.get("TORCHINDUCTOR_CACHE_DIR") == "cache")
     assert train_gpt.choose_cache() == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["a cache with a quote", "a temporary folder", "a user"])
 def test_a_run_compiles_whatever_its_folders(case, folders, root):
-    odd, moved = ODD_FOLDERS[case]
-    folders(odd)
-    env = {name: os.environ[name] for name in odd}
+    folders(ODD_FOLDERS[case][0])
+    env = {name: os.environ[name] for name in ODD_FOLDERS[case][0]}
     name = f"odd{case.count('a')}{len(case)}"
     done = run_program([SCRIPT], root, SMALL | env | dict(COMPILE="1", RUN_ID=name), "", sys.executable)
     assert done.code == 0, done.err
-    assert look(root / "logs" / name).result["compiled"] and ("folders in /tmp are used" in done.out) == moved
+    assert look(root / "logs" / name).result["compiled"] and "other folders are used" in done.out
 
 
 def test_what_did_not_compile_is_blamed(train, monkeypatch):

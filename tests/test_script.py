@@ -130,9 +130,18 @@ def test_a_script_has_no_lab(modules):
     module = modules("golf")
     assert module.LAB == {} and not hasattr(module, "near_misses") and {*train_gpt.LAB} == {
         "unknown", "warnings", "help", "plan", "show", "attention"}
-    for argv in (["--matrxi-lr=1"], ["--bigram-rows=1"], ["--nnodes=2"]):
+    for argv in (["--matrxi-lr=1"], ["--bigram-rows=1"]):
         with pytest.raises(module.Refused, match=f"unknown argument {argv[0][:8]}"):
             module.load_config({}, argv)
+
+
+def test_a_script_refuses_what_would_take_a_cpu_months(modules, tmp_path, monkeypatch, capsys):
+    """As the whole file does; ./run.sh reads the line of its dry run before it fetches any data."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = modules("golf")
+    assert module.main([], {}) == 2 and "golf is made for GPUs" in capsys.readouterr().err
+    assert module.main(["--dry-run"], {}) == 0 and "machine: golf is made for" in capsys.readouterr().out
 
 
 def test_a_script_has_no_flash_attention(modules, monkeypatch):

@@ -1,4 +1,5 @@
 """Whole runs on the toy data: ranks, micro-batches, small presets, the same bits again, memory, data."""
+import gc
 import os
 import random
 import re
@@ -6,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,6 +32,41 @@ def same_losses(got, want, steps=20):
     """To 1e-4 at every step; the lines have four decimals."""
     assert sorted(got) == sorted(want) == list(range(1, steps + 1))
     assert max(abs(got[step] - want[step]) for step in want) < 1.01e-4
+
+
+def test_the_trained_model_is_gone_once_the_artifact_is_read_back(train, monkeypatch):
+    """And so are its optimizer's moments: scoring has the memory."""
+    trained = []
+    write = train_gpt.write_model
+
+    def seen(model, *args):
+        trained.append(weakref.ref(model))
+        return write(model, *args)
+
+    def alive(*_):
+        gc.collect()
+        trained.append(trained[0]())
+        return "unknown"
+
+    monkeypatch.setattr(train_gpt, "write_model", seen)
+    monkeypatch.setattr(train_gpt, "peak_memory", alive)
+    done = train(toy_of("golf"), ITERATIONS="2", COMPILE="0")
+    assert done.code == 0, done.err
+    assert trained[1:] == [None]
+
+
+def test_a_checkpoint_of_another_script_is_not_called_damaged(train, root):
+    """It may have constants that this one lacks."""
+    done = train(STEPS, ITERATIONS="2", SAVE_EVERY="1")
+    assert done.code == 0, done.err
+    (done.folder / "result.json").unlink()
+    for name in train_gpt.CHECKPOINTS:
+        payload = torch.load(done.folder / name, weights_only=True)
+        payload["code_sha256"] = "0" * 64
+        payload["config"]["gone_since"] = 0.0
+        torch.save(payload, done.folder / name)
+    again = train({}, RESUME=done.folder.name)
+    assert again.code == 2 and "train_gpt.py is not what" in again.err and "damaged" not in again.err
 
 
 # -------------------------------------------------------------------------------- ranks and micro-batches

@@ -920,7 +920,7 @@ def alternatives(
     in_use = run.kernels.loss
     options = [Option("as it is", "", partial(loss, function=in_use))]
     if not (run.team.on_gpu and trainer.triton and run.cfg.triton_kernels):
-        change = "loss=lm_loss in choose_kernels()"
+        change = "loss=lm_loss in fast_loss()"
         options.append(Option("readable", change, partial(loss, function=trainer.lm_loss)))
     else:
         name = "Inductor's"
