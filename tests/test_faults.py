@@ -642,7 +642,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 @pytest.mark.parametrize("fault", [
     "full@write/checkpoint_new.pt:300", slow("full@sync/checkpoint_new.pt.tmp:2"),
     slow("full@write/final_model.pt:1"), slow("full@sync/final_model.int8.ptz.tmp:1"),
-    slow_in_ci("full@write/result.json:1"), slow_in_ci("full@log:21"), slow("full@log:32"),
+    slow_in_ci("full@write/result.json:1"), slow_in_ci("full@log:22"), slow("full@log:32"),
     slow("readonly@write/checkpoint_new.pt:300")])
 def test_a_full_disk(fault, go, whole, report):
     """... on a checkpoint, on a file of the end, on train.log: a sentence, exit 1, and it can be resumed."""

@@ -302,11 +302,13 @@ def test_a_compile_cache_is_not_mixed_by_cpus_with_other_vectors(train, tmp_path
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     small = STEPS | LEAN | dict(ITERATIONS="4", WARMUP_STEPS="1", MODEL_DIM="64", COMPILE="1")
     runs = []
+    width = cpp.simdlen     # restored by hand: monkeypatch would delete it
     for capability in ("avx512", "avx2"):
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
-        monkeypatch.setattr(cpp, "simdlen", None)  # as a process begins
+        cpp.simdlen = None  # as a process begins
         torch._dynamo.reset()
         runs.append(train(small))
+    cpp.simdlen = width
     torch._dynamo.reset()
     assert [run.code for run in runs] == [0, 0] and all([run.result["compiled"] for run in runs])
     same_losses(runs[0].losses, runs[1].losses, 4)
