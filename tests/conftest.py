@@ -64,17 +64,31 @@ def tool(capsys):
     return call
 
 
-THAWED = itertools.count()      # how often a run in this process has ended
+class Imports:
+    """What was imported is no garbage: each collection of a run would look through it, for 0.3 s. So it is
+    frozen, until a run that ends gives it back to the collector."""
+    frozen = False
+    thawed = 0      # how often runs have ended
+    unfreeze = staticmethod(gc.unfreeze)
+
+
+def unfreeze():
+    Imports.unfreeze()
+    Imports.frozen = False
+    Imports.thawed += 1
+
+
+gc.unfreeze = unfreeze      # gc.get_freeze_count() would count a million objects before each test
 
 
 @pytest.fixture(autouse=True)
 def imports_apart():
-    """What was imported is no garbage: each collection of a run would look through it, for 0.3 s. A run that
-    ends gives it back to the collector; every tenth time what runs have left is collected first."""
-    if not gc.get_freeze_count():
-        if next(THAWED) % 10 == 9:
+    """Every tenth time what runs have left is collected first."""
+    if not Imports.frozen:
+        if Imports.thawed % 10 == 9:
             gc.collect()
         gc.freeze()
+        Imports.frozen = True
 
 
 @pytest.fixture(autouse=True)
