@@ -362,8 +362,7 @@ ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iteratio
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 
 # {hook: function}: conveniences such as samples and pictures, on which no result depends, and
-# FlashAttention 4. A table at the end of the whole file fills it; in a script
-# of one recipe it stays empty.
+# FlashAttention 4. A table at the end of the whole file fills it; in a script of one recipe it stays empty.
 LAB: dict[str, Callable] = {}
 
 def lab(hook: str, *args: Any) -> Any:
@@ -1867,7 +1866,7 @@ CLIP_PERCENTILE = 99.99984  # percentile of a row's magnitudes; larger ones are 
 MIN_SCALE = 2**-24  # the smallest fp16 number
 
 def decompress(packed: bytes) -> bytes:
-    """The inverse of compress() of whichever recipe has packed it. Raises ValueError and others."""
+    """Undoes compress() of whichever recipe packed it. Raises ValueError and others."""
     for recipe in RECIPES.values():
         with suppress(zlib.error):
             return recipe.decompress(packed)
@@ -1934,8 +1933,8 @@ def to_payload(cfg: Config, tensors: dict[str, Tensor], data: dict | None = None
     """The dictionary that load_model reads, for torch.save. Tensors are copied, because saving a view would
     write its whole buffer. data: what the model was trained on, if known."""
     tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-    # torch.save would write a tuple that two constants share only once, a resumed run shares none, and so the
-    # same model would have other bytes; asdict() copies them
+    # asdict() copies tuples. torch.save writes one that two constants share only once, but after a resume
+    # they no longer share it, so the same model would have other bytes.
     shape = {name: value for name, value in asdict(cfg).items() if name in cfg.model_fields()}
     return dict(shape=shape, tensors=tensors, data=data)
 
@@ -2743,16 +2742,18 @@ def meet(ranks: Ranks) -> dist.Store:
         store = dist.PrefixStore(f"attempt {ranks.attempt}", found.result(MEETING_TIMEOUT + 5))
         require(store.add(names[ranks.rank], 1) == 1, f"another process has RANK={ranks.rank}, too")
         while not store.check(names):
-            there = [name for name in names if store.check([name])]
-            require(time.monotonic() < until,
-                    f"only {len(there)} of {ranks.world_size} ranks came within {patience} s")
+            if time.monotonic() > until:
+                there = [name for name in names if store.check([name])]
+                raise Refused(f"only {len(there)} of {ranks.world_size} ranks came within {patience} s")
             time.sleep(0.02)
         return store
     except TimeoutError:
         raise Refused(f"something other than our ranks listens at port {port}") from None
     except dist.DistError as error:
-        raise Refused(f"rank 0 is gone or MASTER_PORT is in use ({brief(error)}): give torchrun --standalone "
-                      "or another --master-port") from None
+        why = f"rank 0 is gone ({brief(error)})"
+        if "EADDRINUSE" in str(error):
+            why = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
+        raise Refused(why) from None
 
 def open_store(ranks: Ranks, found: Future) -> None:
     """Puts the store that rank 0 or torchrun's agent holds into a Future, or why there is none."""
