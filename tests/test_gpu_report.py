@@ -185,6 +185,25 @@ def test_a_part_that_lacks_memory_beside_others_runs_again_alone(carried_out, tm
     assert [part.again for part in parts] == [True, False, True]
 
 
+def test_the_score_of_a_run_that_failed_after_writing_its_file(tmp_path):
+    """Its training is a fault by itself; the score is told, and the report goes on."""
+    said = []
+    job = SimpleNamespace(
+        part=part_of("score", "golf"), report=SimpleNamespace(say=lambda part, *words, **figures: said.append(words)),
+        command=SimpleNamespace(folder=tmp_path / "golf_score", env=dict(EVAL_FROM="logs/golf/final_model.pt")))
+    workshop = SimpleNamespace(folder=tmp_path)
+    for folder, loss in [("golf_score", 6.5), ("golf_train", 6.75)]:
+        run = tmp_path / folder / "logs" / "golf"
+        run.mkdir(parents=True)
+        (run / "result.json").write_text(json.dumps(dict(trained=dict(val_loss=loss))))
+    gpu_report.judge_score(workshop, job)
+    (tmp_path / "golf_train" / "logs" / "golf" / "result.json").unlink()
+    gpu_report.judge_score(workshop, job)
+    assert [verdict for verdict, _ in said] == ["FAULT", "note"]
+    assert "6.5000 in a process of its own; the run said 6.7500" in said[0][1]
+    assert "6.5000 in a process of its own; train failed before its own score" in said[1][1]
+
+
 def test_timed_parts_run_alone_and_others_side_by_side(carried_out, tmp_path):
     """Each notes when it began and ended; those of one preset are never together, nor more than fit. Of the
     two that may be together each waits up to a minute until the other has begun."""

@@ -344,8 +344,13 @@ def judge_score(workshop: Workshop, job: Job) -> None:
     result = json.loads(
         (job.command.folder / "logs" / part.preset / "result.json").read_text(encoding="utf-8")
     )
-    before = json.loads((run_of(workshop, part.preset) / "result.json").read_text(encoding="utf-8"))
     scored = [result[kind]["val_loss"] for kind in ("artifact", "trained") if result.get(kind)][0]
+    of_the_run = run_of(workshop, part.preset) / "result.json"
+    if not of_the_run.exists():
+        text = f"score: {scored:.4f} in a process of its own; train failed before its own score"
+        job.report.say(part, "note", text, scored=scored)
+        return
+    before = json.loads(of_the_run.read_text(encoding="utf-8"))
     said = [before[kind]["val_loss"] for kind in ("artifact", "trained") if before.get(kind)][0]
     name = Path(job.command.env["EVAL_FROM"]).name
     good = abs(scored - said) < MOST_APART
