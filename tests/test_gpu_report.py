@@ -284,6 +284,18 @@ def test_the_plan_knows_what_earlier_reports_took(tmp_path):
     assert (golf.expected_s, golf.GiB) == (12.5, 9.5) and tiny.source == "guess"
 
 
+def test_the_report_that_is_replaced_is_read_first(tmp_path, monkeypatch):
+    """Its file is written anew when the report begins; the plan expects what its parts took."""
+    path = tmp_path / "report.json"
+    row = dict(part="loop", preset="golf", state="done", seconds=12.0, GiB=5.0, peak_GiB=6.5)
+    path.write_text(json.dumps(dict(toy=False, parts=[row])))
+    known = []
+    monkeypatch.setattr(gpu_report, "measure", lambda workshop, report, presets, earlier: known.append(earlier))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    gpu_report.main(["golf", "--only", "loop", "--json", str(path)])
+    assert known[0]["loop", "golf"] == gpu_plan.Need(12.0, 6.5, "measured: report.json")
+
+
 def test_the_table_of_needs_has_every_part_and_names_its_sources():
     wanted = {(part, preset) for part in gpu_plan.OF_A_PRESET for preset in train_gpt.RECIPES}
     assert wanted | {("environment", ""), ("ranks", "")} == {*gpu_plan.NEEDS}

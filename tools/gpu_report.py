@@ -48,7 +48,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
     sys.path.append(str(ROOT / "tools"))
 import gpu_plan  # noqa: E402
-from gpu_plan import COMPILED_TOY, PARTS, PRESETS, Command, Job, Part, Report  # noqa: E402
+from gpu_plan import COMPILED_TOY, PARTS, PRESETS, Command, Job, Need, Part, Report  # noqa: E402
 
 if TYPE_CHECKING:  # --trainer names the folder of the one that runs
     from train_gpt import Config
@@ -410,12 +410,12 @@ def conclude(report: Report, complete: bool) -> int:
     return int(counts["FAULT"] > 0)
 
 
-def measure(workshop: Workshop, report: Report, presets: list[str]) -> None:
+def measure(
+    workshop: Workshop, report: Report, presets: list[str], earlier: dict[tuple[str, str], Need]
+) -> None:
     """The environment first, since the plan needs the GPU's memory; then all parts."""
     args = workshop.args
     command = partial(command_of, workshop, report)
-    results = sorted((ROOT / "docs" / "gpu_results").glob("*.json"))
-    earlier = gpu_plan.earlier_needs([*results, args.json], args.toy)
     report.parts = gpu_plan.make_plan([], ["environment"], earlier, args.toy)
     gpu_plan.carry_out(report, command, workshop.most, lambda: workshop.memory(report))
     if not args.toy and not report.found["machine"].get("gpu"):
@@ -455,11 +455,13 @@ def main(argv: list[str]) -> int:
         return 2
     signal.signal(signal.SIGTERM, interrupted)
     begun = datetime.now(UTC).isoformat(timespec="seconds")
+    results = sorted((ROOT / "docs" / "gpu_results").glob("*.json"))
+    earlier = gpu_plan.earlier_needs([*results, args.json], args.toy)  # before this report replaces it
     with tempfile.TemporaryDirectory(prefix="gpu_report_") as folder:
         workshop = Workshop(trainer, bench, gpu_parts, args, Path(folder))
         report = Report(args.json, args.toy, args.minutes, commit_of_here(), begun)
         try:
-            measure(workshop, report, presets)
+            measure(workshop, report, presets, earlier)
         except KeyboardInterrupt:
             conclude(report, complete=False)
             return 130
