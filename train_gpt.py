@@ -3987,9 +3987,9 @@ DOCUMENT_BITS = 12  # hash of a document's number, so document counts saturate a
 CHECK_BITS = 16  # low bits of the hash, which tell contexts in the same table slot apart
 HASH_FACTOR = -0x61C8864680B583EB  # 2**64 / golden ratio, as int64
 WORD_TOKENS = 64  # in a longer word, the order of the tokens after these does not affect its hash
-# The text is hashed in chunks of COUNT_CHUNK tokens. Each op on a chunk wakes all of torch's threads and
-# waits for the last one, so on a busy machine small chunks take minutes. For words, a chunk also sees the
-# TOKENS_BEFORE_CHUNK tokens before it: only word contexts longer than that are lost at its start.
+# The text is hashed in chunks of COUNT_CHUNK tokens, each by one thread: an op on all of torch's threads
+# waits for the last one, so on a busy machine thousands of them take minutes. For words, a chunk also sees
+# the TOKENS_BEFORE_CHUNK tokens before it: only word contexts longer than that are lost at its start.
 COUNT_CHUNK = 1 << 20
 TOKENS_BEFORE_CHUNK = 1 << 10
 
@@ -4154,8 +4154,9 @@ class NgramCounts(nn.Module):
         lists[:4] = 0  # what table entry 0 (no such context) points to
         end = 4
         documents = torch.from_numpy(document_hashes(text, self.cfg.bos_id))
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            occurrences = self.occurrences(torch.from_numpy(text), documents)
+        threads = torch.get_num_threads()
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            occurrences = self.occurrences(torch.from_numpy(text), documents, pool.map)
             for i, table in enumerate(tables):
                 torch.from_numpy(table).zero_()  # unlike np.zeros, uses all threads and huge pages
                 packed = next(occurrences)
@@ -4167,39 +4168,47 @@ class NgramCounts(nn.Module):
                 for made in pool.map(ngram_lists, np.split(seen, cuts)):
                     end += self.add(table, lists[end:], made, end - base)
                 del packed, seen
+        torch.set_num_threads(threads)
         lists[end:end + 4] = 0
         self.tables = torch.from_numpy(tables).to(self.tables.device)
         self.lists = torch.from_numpy(lists[:end + 4]).to(self.lists.device)
 
-    def occurrences(self, tokens: Tensor, documents: Tensor) -> Iterator[Tensor]:
+    def occurrences(self, tokens: Tensor, documents: Tensor,
+                    mapped: Callable[..., Iterable[Any]] = map) -> Iterator[Tensor]:
         """Yields for each kind of context, masks of words first, one int64 per occurrence in the text: its
-        key, the next token and the document, packed. tokens (n,), documents (n,) from document_hashes()."""
+        key, the next token and the document, packed. tokens (n,), documents (n,) from document_hashes().
+        mapped: map(), or that of a pool of threads."""
         n = len(tokens) - 1
 
         def pack(key: Tensor, begin: int, end: int) -> Tensor:
             low = (tokens[begin + 1:end + 1].int() << DOCUMENT_BITS).add_(documents[begin:end])
             return (key << (TOKEN_BITS + DOCUMENT_BITS)).add_(low)
 
-        found = [torch.empty(max(0, n), dtype=torch.int64) for _ in self.words]
-        filled = [0] * len(found)
-        starts = self.starts.cpu()
-        for begin in range(0, n, COUNT_CHUNK):
+        def by_words(begin: int) -> list[Tensor]:
             first = max(0, begin - TOKENS_BEFORE_CHUNK)
             end = min(n, begin + COUNT_CHUNK)
             skip = begin - first
             part = tokens[None, first:end].int()
-            for i, (key, enough) in enumerate(word_keys(part, starts, self.words)):
-                packed = pack(key[0, skip:], begin, end)[enough[0, skip:]]
+            return [pack(key[0, skip:], begin, end)[enough[0, skip:]]
+                    for key, enough in word_keys(part, starts, self.words)]
+
+        def by_order(order: int, packed: Tensor, begin: int) -> None:
+            end = min(len(packed), begin + COUNT_CHUNK)
+            _, key = next(ngram_keys(tokens[begin:end + order - 1].int(), (order,)))
+            packed[begin:end] = pack(key[order - 1:], begin + order - 1, end + order - 1)
+
+        found = [torch.empty(max(0, n), dtype=torch.int64) for _ in self.words]
+        filled = [0] * len(found)
+        starts = self.starts.cpu()
+        for parts in mapped(by_words, range(0, n, COUNT_CHUNK)):
+            for i, packed in enumerate(parts):
                 found[i][filled[i]:filled[i] + len(packed)] = packed
                 filled[i] += len(packed)
         while found:
             yield found.pop(0)[:filled.pop(0)]
         for order in self.orders:
             packed = torch.empty(max(0, n - order + 1), dtype=torch.int64)
-            for begin in range(0, len(packed), COUNT_CHUNK):
-                end = min(len(packed), begin + COUNT_CHUNK)
-                _, key = next(ngram_keys(tokens[begin:end + order - 1].int(), (order,)))
-                packed[begin:end] = pack(key[order - 1:], begin + order - 1, end + order - 1)
+            list(mapped(partial(by_order, order, packed), range(0, len(packed), COUNT_CHUNK)))
             yield packed
 
     def add(self, table: np.ndarray, lists: np.ndarray, made: tuple[np.ndarray, ...], begin: int) -> int:

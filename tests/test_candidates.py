@@ -2,6 +2,7 @@
 of distributions that come of them; files, clock."""
 import itertools
 import re
+import threading
 import zlib
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -212,7 +213,7 @@ class Calls(TorchDispatchMode):
 
 
 def test_counting_calls_few_operators():
-    """Each one waits for all threads. On 16 busy cores a chunk of 65,536 tokens at a time took minutes."""
+    """Chunks of 65,536 tokens, each operator on all threads, took minutes on 16 busy cores."""
     counts = NgramCounts(CFG)
     counts.starts.copy_(some_starts(CFG.vocab_size))
     text = torch.from_numpy(some_text(1 << 20))
@@ -220,6 +221,32 @@ def test_counting_calls_few_operators():
         for _ in counts.occurrences(text, torch.zeros(len(text), dtype=torch.int16)):
             pass
     assert 100 < calls.number < 400
+
+
+def test_a_chunk_is_counted_by_one_thread(monkeypatch):
+    """As an operator on all threads waits for the last one, which a busy machine runs late. Afterwards torch
+    has the threads that it had, also in threads that begin then."""
+    seen = []
+    real = train_gpt.word_keys
+
+    def word_keys(*args):
+        seen.append((threading.get_ident(), torch.get_num_threads()))
+        return real(*args)
+
+    monkeypatch.setattr(train_gpt, "word_keys", word_keys)
+    monkeypatch.setattr(train_gpt, "COUNT_CHUNK", 5_000)
+    torch.set_num_threads(3)
+    try:
+        counted(CFG, some_text(20_001))
+        later = []
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert len(seen) == 4 and {threads for _, threads in seen} == {1}
+        assert threading.get_ident() not in {ident for ident, _ in seen}
+        assert later == [3] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 7])

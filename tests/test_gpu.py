@@ -2,7 +2,7 @@
 
 `./run.sh test -m gpu` needs a GPU. Tests marked structure are about waits, memory, compiling and the clock,
 not about numbers; `./run.sh test -m static` runs them also on the stand-in for an H100 (static_gpu.py), which
-computes nothing.
+computes nothing, and some of the others on the emulated GPU (emulate_gpu.py), which does.
 """
 
 import itertools
@@ -38,9 +38,20 @@ NO_MIXTURE = dict(MIXTURE="0")
 
 @pytest.fixture(autouse=True, scope="module")
 def on_the_stand_in():
-    """Nothing can launch there: fused attention only allocates. Toys of 512 tokens run loss_kernel, too."""
+    """Nothing can launch there: fused attention only allocates, or all results are computed by the CPU. Toys
+    of 512 tokens run loss_kernel, too."""
     train_gpt.LEAST_KERNEL_VOCABULARY = 0
-    yield static_gpu.replace_attention(torch, lambda *_: None) if "STATIC_NAME" in os.environ else None
+    if "STATIC_COMPUTES" in os.environ:
+        import emulate_gpu
+        import interpret_kernels  # needs Triton
+
+        operators = emulate_gpu.Operators()
+        interpreter = interpret_kernels.Interpreter()
+        with interpreter.in_place_of_the_gpu():
+            yield operators
+        assert not interpreter.faults, interpreter.faults
+    else:
+        yield static_gpu.replace_attention(torch, lambda *_: None) if "STATIC_NAME" in os.environ else None
 
 
 @pytest.fixture(autouse=True)

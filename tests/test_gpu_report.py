@@ -188,9 +188,9 @@ def test_a_part_that_lacks_memory_beside_others_runs_again_alone(carried_out, tm
 def test_the_score_of_a_run_that_failed_after_writing_its_file(tmp_path):
     """Its training is a fault by itself; the score is told, and the report goes on."""
     said = []
-    job = SimpleNamespace(
-        part=part_of("score", "golf"), report=SimpleNamespace(say=lambda part, *words, **figures: said.append(words)),
-        command=SimpleNamespace(folder=tmp_path / "golf_score", env=dict(EVAL_FROM="logs/golf/final_model.pt")))
+    report = SimpleNamespace(say=lambda part, *words, **figures: said.append(words))
+    command = SimpleNamespace(folder=tmp_path / "golf_score", env=dict(EVAL_FROM="final_model.pt"))
+    job = SimpleNamespace(part=part_of("score", "golf"), report=report, command=command)
     workshop = SimpleNamespace(folder=tmp_path)
     for folder, loss in [("golf_score", 6.5), ("golf_train", 6.75)]:
         run = tmp_path / folder / "logs" / "golf"
@@ -290,7 +290,7 @@ def test_the_report_that_is_replaced_is_read_first(tmp_path, monkeypatch):
     row = dict(part="loop", preset="golf", state="done", seconds=12.0, GiB=5.0, peak_GiB=6.5)
     path.write_text(json.dumps(dict(toy=False, parts=[row])))
     known = []
-    monkeypatch.setattr(gpu_report, "measure", lambda workshop, report, presets, earlier: known.append(earlier))
+    monkeypatch.setattr(gpu_report, "measure", lambda *args: known.append(args[-1]))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     gpu_report.main(["golf", "--only", "loop", "--json", str(path)])
     assert known[0]["loop", "golf"] == gpu_plan.Need(12.0, 6.5, "measured: report.json")

@@ -35,7 +35,7 @@ def tensors(B, H, KV, T, D, dtype=torch.float32):
 
 def gradients(y, inputs):
     """[y, gradients of all inputs], those of a weighted sum."""
-    weight = torch.linspace(-1, 1, y.numel()).view_as(y)
+    weight = torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y)
     return [y, *torch.autograd.grad((y.float() * weight).sum(), inputs)]
 
 

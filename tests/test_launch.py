@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import fork_server
 import train_gpt
@@ -354,6 +355,16 @@ def test_two_ranks_without_torchrun(start):
             break
     assert codes == {0, 2} and said.count("\n") == 1, said
     assert "another process has RANK=1, too" in said
+
+
+@pytest.mark.parametrize("error, lost", [
+    (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:3421"), True),
+    (RuntimeError("NCCL communicator was aborted on rank 1."), True),
+    (torch.distributed.DistStoreError("wait timeout after 300000ms"), True),
+    (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+    (OSError("[Errno 104] connection closed by the server that has the shards"), False)])
+def test_which_errors_blame_another_rank(error, lost):
+    assert train_gpt.lost_peer(error) == lost
 
 
 def test_a_port_in_use(silent, start):

@@ -3,7 +3,7 @@ first values. What speedrun_plus computes: test_golden.py, test_speedrun_plus.py
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import test_speedrun_plus
 import train_gpt
 from helpers import init_parameters
 from train_gpt import RECIPES, Tiny, kind_of, log_probs
@@ -651,6 +652,33 @@ def test_the_artifact_follows_the_table():
             assert dtypes == {"": torch.float16}, name
         else:
             assert dtypes == {".int8": torch.int8, ".scale": torch.float16}, name
+
+
+@pytest.mark.parametrize("preset", RECIPES)
+@torch.no_grad()
+def test_what_a_model_reads_is_in_its_files(preset):
+    """Constants that change what a model computes are marked model=True, so a file is scored with its own.
+    Only those that say which stage is the last are read besides."""
+    cfg = test_speedrun_plus.small() if preset == "speedrun_plus" else small(preset)
+    names = {constant.name for constant in fields(cfg)}
+    read = set()
+
+    class Recorded(type(cfg)):
+        def __getattribute__(self, name):
+            if name in names:
+                read.add(name)
+            return super().__getattribute__(name)
+
+    object.__setattr__(cfg, "__class__", Recorded)
+    model = cfg.make_model(train_gpt.Kernels())
+    built = set(read)
+    init_parameters(model, 0)  # learning rates, too
+    read.clear()
+    log_probs(model, some_tokens(cfg, 2, 24))
+    read |= built
+    stages = {"batch_schedule", "doc_schedule", "extension_iterations", "iterations", "next_targets",
+              "prefix_weight", "seq_schedule", "stage_starts", "train_batch_tokens"}
+    assert len(read) > 7 and read - {*cfg.model_fields()} <= stages
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 8])
