@@ -617,8 +617,8 @@ def test_numbers_on_the_emulated_gpu(tmp_path):
     """Tests of test_gpu.py that ask for numbers, with their kernels interpreted: six of their kind failed on
     an H100 by weights that a helper had made on the CPU."""
     library = static_gpu.build(tmp_path)
-    names = ["compiled_attention_equals_the_reference[1024-False]",
-             "compiled_loss_equals_the_reference[linear]", "evaluation_equals_the_cpu"]
+    names = ["compiled_attention_equals_the_reference[200-True]",
+             "compiled_attention_equals_the_reference[1024-False]", "evaluation_equals_the_cpu"]
     env = static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path)
     env |= dict(STATIC_COMPUTES="1", TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="0",
                 PYTHONWARNINGS="ignore::UserWarning")
