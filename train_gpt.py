@@ -3990,7 +3990,7 @@ WORD_TOKENS = 64  # in a longer word, the order of the tokens after these does n
 # The text is hashed in chunks of COUNT_CHUNK tokens, each by one thread: an op on all of torch's threads
 # waits for the last one, so on a busy machine thousands of them take minutes. For words, a chunk also sees
 # the TOKENS_BEFORE_CHUNK tokens before it: only word contexts longer than that are lost at its start.
-COUNT_CHUNK = 1 << 20
+COUNT_CHUNK = 1 << 18
 TOKENS_BEFORE_CHUNK = 1 << 10
 
 def low_bits(bits: int) -> int:
@@ -4200,10 +4200,12 @@ class NgramCounts(nn.Module):
         found = [torch.empty(max(0, n), dtype=torch.int64) for _ in self.words]
         filled = [0] * len(found)
         starts = self.starts.cpu()
-        for parts in mapped(by_words, range(0, n, COUNT_CHUNK)):
-            for i, packed in enumerate(parts):
-                found[i][filled[i]:filled[i] + len(packed)] = packed
-                filled[i] += len(packed)
+        some = 16 * COUNT_CHUNK  # not all at once: what is done and not yet copied takes memory
+        for low in range(0, n, some):
+            for parts in mapped(by_words, range(low, min(n, low + some), COUNT_CHUNK)):
+                for i, packed in enumerate(parts):
+                    found[i][filled[i]:filled[i] + len(packed)] = packed
+                    filled[i] += len(packed)
         while found:
             yield found.pop(0)[:filled.pop(0)]
         for order in self.orders:

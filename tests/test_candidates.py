@@ -213,14 +213,14 @@ class Calls(TorchDispatchMode):
 
 
 def test_counting_calls_few_operators():
-    """Chunks of 65,536 tokens, each operator on all threads, took minutes on 16 busy cores."""
+    """In a million tokens; chunks of 65,536 call 3,000, and each holds Python's lock for a while."""
     counts = NgramCounts(CFG)
     counts.starts.copy_(some_starts(CFG.vocab_size))
     text = torch.from_numpy(some_text(1 << 20))
     with Calls() as calls:
         for _ in counts.occurrences(text, torch.zeros(len(text), dtype=torch.int16)):
             pass
-    assert 100 < calls.number < 400
+    assert 300 < calls.number < 1000
 
 
 def test_a_chunk_is_counted_by_one_thread(monkeypatch):

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,6 +114,16 @@ def test_a_game_for_gpus_on_a_laptop(tmp_path, monkeypatch, capsys, preset):
     assert "./run.sh data" in capsys.readouterr().err       # the next thing that is missing
     assert train_gpt.main(["--dry-run"], {"PRESET": preset}) == 0
     assert f"machine: {preset} is made for GPUs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("on_gpu, eval_from, refused", [
+    (False, None, True), (True, None, False), (False, "logs/a/final_model.pt", False), (True, "a.pt", False)])
+def test_who_may_take_a_minute_a_step(on_gpu, eval_from, refused):
+    """A GPU may, and a score has no steps."""
+    cfg = train_gpt.load_config({"PRESET": "gpt2"} | ({"EVAL_FROM": eval_from} if eval_from else {}))
+    team = SimpleNamespace(on_gpu=on_gpu)
+    with pytest.raises(train_gpt.Refused) if refused else nullcontext():
+        train_gpt.check_speed(cfg, team, lambda *_: None)
 
 
 def test_games_that_fit_a_laptop_are_not_refused(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 ranks, a compiled step. That their arithmetic is right: test_golden.py and test_model.py."""
 import os
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -311,3 +312,11 @@ def test_golf_plus_compresses_at_most_twice(monkeypatch):
         limit = round(part * whole)
         packed = train_gpt.fitting_artifact(model, limit, lambda *_: None)
         assert 0.98 * limit < len(packed) <= limit and len(calls) == 2, (part, len(packed) / limit)
+
+
+def test_an_artifact_that_fills_the_limit_fits(monkeypatch):
+    """To the byte; a byte more, and the steps stay as they were."""
+    monkeypatch.setattr(train_gpt, "pack_artifact", lambda model, coarser=1.0: bytes(round(1200 / coarser)))
+    model = SimpleNamespace(cfg=SimpleNamespace(wider_steps=lambda *_: 4))
+    for limit, size in [(300, 300), (299, 1200), (1200, 1200), (0, 1200)]:
+        assert len(train_gpt.fitting_artifact(model, limit, lambda *_: None)) == size

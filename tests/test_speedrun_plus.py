@@ -296,6 +296,11 @@ def test_what_cannot_be_is_refused_in_a_sentence(settings, sentence):
         load_config({"PRESET": "speedrun_plus"} | settings)
 
 
+@pytest.mark.parametrize("settings", [dict(SMEAR_DIM="768"), dict(VALUE_GATE_DIM="1536")])
+def test_gates_may_read_the_whole_stream(settings):
+    load_config({"PRESET": "speedrun_plus"} | settings)
+
+
 # ---------------------------------------------------------------- fp8
 class Emulated:
     """An MLP's six products in float64 on fp8 values that emulate() makes: shares no code with Fp8MLP."""

@@ -55,6 +55,27 @@ def test_the_trained_model_is_gone_once_the_artifact_is_read_back(train, monkeyp
     assert trained[1:] == [None]
 
 
+def test_the_trained_memory_is_gone_before_that_of_the_artifact_is_built(train, monkeypatch):
+    """Both at a time would take twice the memory of the counts."""
+    trained = []
+    write = train_gpt.write_model
+    load = train_gpt.load_model
+
+    def seen(model, *args):
+        trained.append(model)
+        return write(model, *args)
+
+    def asked(*args):
+        trained.append(hasattr(trained[0].counts, "lists"))
+        return load(*args)
+
+    monkeypatch.setattr(train_gpt, "write_model", seen)
+    monkeypatch.setattr(train_gpt, "load_model", asked)
+    done = train(toy_of("tiny", COUNT_BITS="12", COUNT_ORDERS="2", COUNT_WORDS="0"), ITERATIONS="2")
+    assert done.code == 0, done.err
+    assert trained[1:] == [False]
+
+
 def test_a_checkpoint_of_another_script_is_not_called_damaged(train, root):
     """It may have constants that this one lacks."""
     done = train(STEPS, ITERATIONS="2", SAVE_EVERY="1")
