@@ -774,3 +774,12 @@ def test_activations_are_fp32_where_torch_cannot_tell(monkeypatch):
     """ARM has other capabilities than AVX-512."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     assert train_gpt.Team(load_config({"DEVICE": "cpu"}), {}).dtype is torch.float32
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "gpt2_plus"])
+def test_sizes_without_the_dial_are_those_of_its_depth(preset):
+    """DEPTH=0 begins from them."""
+    recipe = train_gpt.RECIPES[preset]
+    size = train_gpt.depth_size(recipe.depth)
+    for name in ("num_layers", "num_heads", "model_dim"):
+        assert getattr(recipe, name) == size[name]

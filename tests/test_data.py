@@ -74,6 +74,18 @@ def test_order_with_and_without_a_manifest(tmp_path):
         assert stream.tolist() == np.repeat(order, 100).tolist()
 
 
+def test_shards_that_are_replaced_meanwhile(tmp_path):
+    """A run that has begun reads the text that it checked."""
+    for name, first in [("a_val_000000.bin", 0), ("a_train_000000.bin", 10), ("a_train_000001.bin", 150)]:
+        write_shard(tmp_path / name, np.arange(first, first + 100))
+    cfg = toy_config(".", "tiny", data_path=str(tmp_path), vocab_size=256, val_tokens=0, train_seq_len=7,
+                     train_batch_tokens=7, shuffle=False, eval_context=0)
+    loader = Loader(cfg, open_data(cfg, print), fake_team())
+    for path in tmp_path.glob("a_train_*"):
+        path.unlink()
+    assert loader.read(0, 200).tolist() == [*range(10, 110), *range(150, 250)]
+
+
 @pytest.fixture
 def few_files():
     """Of this process; 40 more than are open now."""
