@@ -3148,6 +3148,8 @@ def compile_step(run: Run, compiled: bool) -> None:
     if not compiled:
         return
     torch._dynamo.config.suppress_errors = False  # rehearse() has to see them
+    # our autograd functions may be cached: the key covers their graphs and the source of Triton kernels
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     run.loss_fn = torch.compile(run.model, dynamic=False, fullgraph=run.team.on_gpu)
     run.optimizer.adam_step = torch.compile(cfg.adam_step, dynamic=True)
     if run.team.on_gpu:  # a CPU gains nothing
@@ -3158,8 +3160,6 @@ def compile_step(run: Run, compiled: bool) -> None:
         torch._inductor.config.cpp.vec_isa_ok = platform.machine() == "x86_64" or None
         # puts the vector width into the cache's key: code built for another width would be wrong
         torch._inductor.config.cpp.simdlen = pick_vec_isa().bit_width()
-        # our fused losses may be cached: the key covers their graph
-        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 def rehearse(run: Run) -> float:
     """Warmup before the clock: compiles and runs every stage on made-up tokens, with weights of zero, which

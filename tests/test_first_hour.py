@@ -114,7 +114,8 @@ def test_a_game_for_gpus_on_a_laptop(tmp_path, monkeypatch, capsys, preset):
     assert "./run.sh data" in capsys.readouterr().err       # the next thing that is missing
     assert train_gpt.main(["--dry-run"], {"PRESET": preset}) == 0
     plan = capsys.readouterr().out
-    assert f"machine: {preset} is made for GPUs" in plan and "\nstage table: from_step tokens_per_step" in plan
+    assert f"machine: {preset} is made for GPUs" in plan
+    assert "\nstage table: from_step tokens_per_step" in plan
 
 
 @pytest.mark.parametrize("on_gpu, eval_from, refused", [

@@ -568,7 +568,8 @@ def test_fused_loss_in_fp8_is_as_near_as_the_reference(product, most, compiling)
 
 @pytest.mark.slow      # compiles three graphs
 def test_a_changed_loss_is_not_taken_from_the_compile_cache(tmp_path, monkeypatch):
-    """rehearse() lets CPUs keep compiled graphs with FusedLoss; another backward pass must not meet them."""
+    """compile_step() lets torch keep compiled graphs with FusedLoss; another backward pass must not meet
+    them. That another Triton kernel does not, test_static_gpu.py shows."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     other = tmp_path / "other.py"
     other.write_text(SCRIPT.read_text().replace("(top * scale * factor)", "(3 * top * scale * factor)"))

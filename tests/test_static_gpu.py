@@ -612,6 +612,36 @@ def test_the_structure_of_runs(tmp_path):
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]
 
 
+HITS = """
+import torch, torch._functorch.config, train_gpt
+torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+x = torch.zeros(1, 64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+head = torch.zeros(4096, 32, device="cuda", dtype=torch.bfloat16)
+targets = torch.zeros(1, 64, device="cuda", dtype=torch.long)
+loss = torch.compile(lambda x: train_gpt.fused_loss(
+    x, head, targets, (15.0, 0.0, 0.0), train_gpt.linear, row_losses=train_gpt.kernel_losses), fullgraph=True)
+torch.autograd.grad(loss(x), x)
+print("hits", torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.static
+def test_a_changed_kernel_is_not_taken_from_the_compile_cache(tmp_path):
+    """A step with loss_kernel comes whole from the cache of an earlier process, but not one with another
+    source of that kernel, which its graph does not show."""
+    source = (ROOT / "train_gpt.py").read_text()
+    line = "tl.store(losses + row, whole * norm / LOG2E"
+    assert source.count(line) == 1
+    (tmp_path / "train_gpt.py").write_text(source.replace(line, line.replace("whole", "2 * whole")))
+    env = static_gpu.environment(static_gpu.build(tmp_path), static_gpu.GPUS["h100"], 1, tmp_path)
+    said = []
+    for folder in (ROOT, ROOT, tmp_path):
+        done = subprocess.run([sys.executable, "-c", HITS], env=env | dict(PYTHONPATH=str(folder)),
+                              cwd=folder, capture_output=True, text=True)
+        said.append(done.stdout or done.stderr[-2000:])
+    assert said == ["hits 0\n", "hits 1\n", "hits 0\n"]
+
+
 @pytest.mark.static
 def test_numbers_on_the_emulated_gpu(tmp_path):
     """Tests of test_gpu.py that ask for numbers, with their kernels interpreted: six of their kind failed on
