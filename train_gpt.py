@@ -3148,8 +3148,9 @@ def compile_step(run: Run, compiled: bool) -> None:
     if not compiled:
         return
     torch._dynamo.config.suppress_errors = False  # rehearse() has to see them
-    # our autograd functions may be cached: the key covers their graphs and the source of Triton kernels
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    # our autograd functions may be cached: the key covers their graphs and the source of Triton kernels, but
+    # not the gradients of an operator, which FlashAttention 4 is here
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = cfg.sdpa_backend != "flash4"
     run.loss_fn = torch.compile(run.model, dynamic=False, fullgraph=run.team.on_gpu)
     run.optimizer.adam_step = torch.compile(cfg.adam_step, dynamic=True)
     if run.team.on_gpu:  # a CPU gains nothing
@@ -4155,20 +4156,22 @@ class NgramCounts(nn.Module):
         end = 4
         documents = torch.from_numpy(document_hashes(text, self.cfg.bos_id))
         threads = torch.get_num_threads()
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            occurrences = self.occurrences(torch.from_numpy(text), documents, pool.map)
-            for i, table in enumerate(tables):
-                torch.from_numpy(table).zero_()  # unlike np.zeros, uses all threads and huge pages
-                packed = next(occurrences)
-                torch.sort(packed, out=(packed, torch.empty(0, dtype=torch.int64)))  # in place
-                seen = packed.numpy()
-                cuts = seen.searchsorted(np.arange(-31, 32) << 58)  # parts small enough for the cache
-                base = end - 4
-                self.bases[i] = base
-                for made in pool.map(ngram_lists, np.split(seen, cuts)):
-                    end += self.add(table, lists[end:], made, end - base)
-                del packed, seen
-        torch.set_num_threads(threads)
+        try:
+            with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                occurrences = self.occurrences(torch.from_numpy(text), documents, pool.map)
+                for i, table in enumerate(tables):
+                    torch.from_numpy(table).zero_()  # unlike np.zeros, uses all threads and huge pages
+                    packed = next(occurrences)
+                    torch.sort(packed, out=(packed, torch.empty(0, dtype=torch.int64)))  # in place
+                    seen = packed.numpy()
+                    cuts = seen.searchsorted(np.arange(-31, 32) << 58)  # parts small enough for the cache
+                    base = end - 4
+                    self.bases[i] = base
+                    for made in pool.map(ngram_lists, np.split(seen, cuts)):
+                        end += self.add(table, lists[end:], made, end - base)
+                    del packed, seen
+        finally:
+            torch.set_num_threads(threads)  # also of threads that begin later
         lists[end:end + 4] = 0
         self.tables = torch.from_numpy(tables).to(self.tables.device)
         self.lists = torch.from_numpy(lists[:end + 4]).to(self.lists.device)
@@ -4200,9 +4203,9 @@ class NgramCounts(nn.Module):
         found = [torch.empty(max(0, n), dtype=torch.int64) for _ in self.words]
         filled = [0] * len(found)
         starts = self.starts.cpu()
-        some = 16 * COUNT_CHUNK  # not all at once: what is done and not yet copied takes memory
-        for low in range(0, n, some):
-            for parts in mapped(by_words, range(low, min(n, low + some), COUNT_CHUNK)):
+        wave = 16 * COUNT_CHUNK  # finished chunks that wait to be copied take memory
+        for begin in range(0, n, wave):
+            for parts in mapped(by_words, range(begin, min(n, begin + wave), COUNT_CHUNK)):
                 for i, packed in enumerate(parts):
                     found[i][filled[i]:filled[i] + len(packed)] = packed
                     filled[i] += len(packed)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from gpu_plan import start_process, stop_process
 
-LIMIT = 240.0  # s of one test; beside five presets that compiled, 100 were too few for two of 21
+LIMIT = 240.0  # s of one test; with five presets compiling alongside, two of 21 needed more than 100
 CHILD = "GPU_TEST_CHILD"  # in the environment of the processes
 FORCED = "GPU_TESTS_ALONE"
 MOST = 6  # side by side, on cores enough

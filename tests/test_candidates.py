@@ -227,24 +227,47 @@ def test_a_chunk_is_counted_by_one_thread(monkeypatch):
     """As an operator on all threads waits for the last one, which a busy machine runs late. Afterwards torch
     has the threads that it had, also in threads that begin then."""
     seen = []
-    real = train_gpt.word_keys
 
-    def word_keys(*args):
-        seen.append((threading.get_ident(), torch.get_num_threads()))
-        return real(*args)
+    def watched(function):
+        def call(*args):
+            seen.append((function.__name__, threading.get_ident(), torch.get_num_threads()))
+            return function(*args)
+        return call
 
-    monkeypatch.setattr(train_gpt, "word_keys", word_keys)
+    for function in (train_gpt.word_keys, train_gpt.ngram_keys):
+        monkeypatch.setattr(train_gpt, function.__name__, watched(function))
     monkeypatch.setattr(train_gpt, "COUNT_CHUNK", 5_000)
     torch.set_num_threads(3)
     try:
         counted(CFG, some_text(20_001))
-        later = []
-        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
-        thread.start()
-        thread.join()
-        assert len(seen) == 4 and {threads for _, threads in seen} == {1}
-        assert threading.get_ident() not in {ident for ident, _ in seen}
-        assert later == [3] and torch.get_num_threads() == 3
+        calls = Counter([name for name, _, _ in seen])
+        assert calls == dict(word_keys=4, ngram_keys=4 * len(CFG.counted_orders()))
+        assert {threads for _, _, threads in seen} == {1}
+        assert threading.get_ident() not in {ident for _, ident, _ in seen}
+        assert threads_of_a_new_one() == torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
+
+
+def threads_of_a_new_one():
+    """What torch takes for a thread that begins now."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_threads_are_as_before_when_counting_fails(monkeypatch):
+    def fails(seen):
+        raise MemoryError
+
+    monkeypatch.setattr(train_gpt, "ngram_lists", fails)
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(MemoryError):
+            counted(CFG, some_text(2_001))
+        assert threads_of_a_new_one() == torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(1)
 

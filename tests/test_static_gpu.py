@@ -632,10 +632,13 @@ def test_a_changed_kernel_is_not_taken_from_the_compile_cache(tmp_path):
     source = (ROOT / "train_gpt.py").read_text()
     line = "tl.store(losses + row, whole * norm / LOG2E"
     assert source.count(line) == 1
-    (tmp_path / "train_gpt.py").write_text(source.replace(line, line.replace("whole", "2 * whole")))
+    changed = source.replace(line, line.replace("whole", "2 * whole"))
+    for name, text in dict(same=source, changed=changed).items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train_gpt.py").write_text(text)
     env = static_gpu.environment(static_gpu.build(tmp_path), static_gpu.GPUS["h100"], 1, tmp_path)
     said = []
-    for folder in (ROOT, ROOT, tmp_path):
+    for folder in (ROOT, tmp_path / "same", tmp_path / "changed"):
         done = subprocess.run([sys.executable, "-c", HITS], env=env | dict(PYTHONPATH=str(folder)),
                               cwd=folder, capture_output=True, text=True)
         said.append(done.stdout or done.stderr[-2000:])
@@ -644,8 +647,8 @@ def test_a_changed_kernel_is_not_taken_from_the_compile_cache(tmp_path):
 
 @pytest.mark.static
 def test_numbers_on_the_emulated_gpu(tmp_path):
-    """Tests of test_gpu.py that ask for numbers, with their kernels interpreted: six of their kind failed on
-    an H100 by weights that a helper had made on the CPU."""
+    """Tests of test_gpu.py that ask for numbers, with their kernels interpreted. Six like these failed on an
+    H100 because a test helper had made weights on the CPU."""
     library = static_gpu.build(tmp_path)
     names = ["compiled_attention_equals_the_reference[200-True]",
              "compiled_attention_equals_the_reference[1024-False]", "evaluation_equals_the_cpu"]
