@@ -3149,7 +3149,7 @@ def compile_step(run: Run, compiled: bool) -> None:
         return
     torch._dynamo.config.suppress_errors = False  # rehearse() has to see them
     # our autograd functions may be cached: the key covers their graphs and the source of Triton kernels, but
-    # not the gradients of an operator, which FlashAttention 4 is here
+    # not the gradient of a custom op, such as FlashAttention 4's
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = cfg.sdpa_backend != "flash4"
     run.loss_fn = torch.compile(run.model, dynamic=False, fullgraph=run.team.on_gpu)
     run.optimizer.adam_step = torch.compile(cfg.adam_step, dynamic=True)
@@ -4213,7 +4213,8 @@ class NgramCounts(nn.Module):
             yield found.pop(0)[:filled.pop(0)]
         for order in self.orders:
             packed = torch.empty(max(0, n - order + 1), dtype=torch.int64)
-            list(mapped(partial(by_order, order, packed), range(0, len(packed), COUNT_CHUNK)))
+            for _ in mapped(partial(by_order, order, packed), range(0, len(packed), COUNT_CHUNK)):
+                pass  # each call fills its part of packed
             yield packed
 
     def add(self, table: np.ndarray, lists: np.ndarray, made: tuple[np.ndarray, ...], begin: int) -> int:
