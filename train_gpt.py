@@ -6,24 +6,18 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=gpt2        CORE 0.2565 on 8xH100
     EVAL_FROM=logs/<run_id>/final_model.int8.ptz python train_gpt.py           score what a run left behind
 
-`--help` lists a preset's constants, `--dry-run` prints the plan of a run without training.
+`--help` lists a preset's constants. `./run.sh PRESET` also looks for mistakes before and shows samples after.
 
-Map. The core: 3 run constants, flags, checks - 4 techniques - 5 optimizer - 6 schedules - 7 data -
-8 evaluation: loss, sliding rows - 9 artifact - 10 checkpoints - 11 fast kernels - 12 ranks, log, memory -
-13 rehearse, train, main: clock, rehearsal, loop, one run.
-Then recipes, each after what both recipes of its game share. This is the part to edit.
-Then 15 lab: help, plan, samples, picture, FlashAttention 4.
+Map. The core, in the order in which data flow: 3 constants and flags - 4 techniques - 5 optimizer -
+6 schedules - 7 data - 8 scores - 9 artifact - 10 checkpoints - 11 fast kernels - 12 ranks and log -
+13 warmup, train, main. Then 14 recipes, each after what both recipes of its game share: the part to edit.
 """
 # ---------- 2 imports
-import sys
-if sys.version_info < (3, 11):  # datetime.UTC and others are new in 3.11
-    print("train_gpt: Python 3.11 or newer is needed: ./run.sh setup, then .venv/bin/python", file=sys.stderr)
-    sys.exit(2)
+import argparse
 import csv
 import ctypes
 import fcntl
 import gc
-import getpass
 import hashlib
 import io
 import json
@@ -34,40 +28,25 @@ import random
 import re
 import resource
 import signal
-import socket
 import subprocess
-import tempfile
-import threading
+import sys
 import time
 import traceback
-import warnings
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import Field, asdict, dataclass, field, fields, replace
-from datetime import UTC, datetime, timedelta
-from difflib import get_close_matches
-from functools import cache, lru_cache, partial
-from importlib.metadata import version as package_version
+from functools import cache, partial
 from pathlib import Path
-from typing import IO, Any, ClassVar, Generic, NamedTuple, TextIO, TypeAlias, TypeVar
+from typing import IO, Any, ClassVar, NamedTuple, NoReturn, TypeAlias
 
-if __name__ == "__main__":
-    # let stages of different sizes reuse one memory pool
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    # `python -W error` would turn torch's own warnings into errors
-    warnings.filters = [rule for rule in warnings.filters if rule[0] != "error"]
-    try:
-        os.getcwd()  # MKL aborts if the working directory is gone
-    except OSError:
-        print("train_gpt: the working folder is gone", file=sys.stderr)
-        sys.exit(2)
 try:
+    from datetime import UTC, datetime, timedelta  # UTC needs Python 3.11
+
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -87,17 +66,12 @@ with suppress(ImportError):
 class Refused(Exception):
     """Why there is no run (exit code 2), or why a run ends (exit code 1), in one sentence for the user."""
 
-class Missing(Refused):
-    """Data that has not been downloaded or prepared yet."""
-
 Logger = Callable[..., None]  # log(*lines)
 Kernel = Callable[..., Tensor]  # a function of tensors that has fast versions: linear(), attention
 Cap = tuple[float, float, float]  # cap, shift and width of softcap()
-# What a function of Kernels.window_mask returns: torch's mask, flex attention's, FlashAttention 4's
-Mask: TypeAlias = Tensor | BlockMask | tuple[int, Tensor | None, int] | None
+Mask: TypeAlias = Tensor | BlockMask | None  # what a function of Kernels.window_mask returns
 RowLosses = Callable[..., tuple[Tensor, Tensor]]  # row_losses() or its faster version
 Scales: TypeAlias = tuple[float | Tensor | None, ...]  # of fp8 tensors; None: by the maximum
-Curve = list[tuple[int, float, float]]  # [(step, training seconds, loss)]
 
 def require(condition: object, sentence: str, error: type[Exception] = Refused) -> None:
     """Raises `error` with this sentence unless the condition holds."""
@@ -119,74 +93,83 @@ def optional(default: object, doc: str, least: float = 0, most: float = 1e12, mo
     """A constant for which 0 means off or derived. -1 is read as 0, as on nanochat's command lines."""
     return option(default, doc, least, most, off=True, model=model)
 
-Stages = TypeVar("Stages", bound="Stage")  # the class of a recipe's stages
+@dataclass(frozen=True)
+class Config:
+    """The constants that every recipe has, with neutral values; a recipe gives its own values and adds what
+    only it has. 0 means off or derived. Those without a neutral value stand in the recipes alone: preset,
+    data_path, train_seq_len, train_batch_tokens, num_layers, model_dim, num_heads, iterations. Below, what
+    the rest of the file asks of a recipe besides; every recipe also provides
 
-class Recipe(ABC, Generic[Stages]):
-    """What the rest of the file asks of a recipe besides its constants. Every recipe provides the methods of
-    the first group; the others have neutral defaults. Golf is the shortest example."""
-    # constants of the game's public script that this recipe lacks: {name: the value accepted; None: any}
-    unused = {}
-    # {packing: class of Packer}
-    packers: "ClassVar[dict[str, type[Packer]]]" = {}
+        stages() -> [Stage], the table of stages
+        parameter_table() -> {kind: Row}, one row for each kind of parameter
+        packer(data, loader), whose plan() says which tokens make a row: see Spans
+        make_model(kernels) -> Model, its parameters not yet filled
+        muon_step(state, hyper) and adam_step(state, hyper): update weights and moments in place
+        schedule(step, progress) -> Schedule: learning rate, momentum and decay of a step
+        quantize(row, w, ...) -> int8 (R, C) and fp16 scales (R,) of a matrix (R, C)
 
-    @abstractmethod
-    def stages(self) -> list[Stages]:
-        """The table of stages: [Stage], in order."""
+    Golf is the shortest example."""
+    # the run
+    run_id: str = option("", "folder under logs/; empty: preset, seed and time")
+    seed: int = option(1337, "seed of initial values and samples", 0, 2**31 - 1)
+    device: str = option("auto", "where to train; auto: one GPU per rank if there are any",
+                         choices=("auto", "cpu", "cuda"))
+    dtype: str = option("auto", "activations; auto: bfloat16 where it is fast",
+                        choices=("auto", "float32", "bfloat16"))
+    compile: bool = option(True, "torch.compile the step; 0: eager")
+    eval_from: str = option("", "artifact, final_model.pt or checkpoint.pt to score instead of training")
+    resume: str = option("", "run_id to resume")
+    save_every: int = optional(0, "steps between checkpoints; 0: none")
+    save_every_seconds: float = optional(0.0, "training seconds between checkpoints; 0: none", 0, 1e7)
+    train_log_every: int = optional(0, "steps between train_loss lines after step 10; 0: every 100")
+    val_loss_every: int = optional(0, "steps between validations, from step 0 on; 0: at the end only")
+    # data and batch
+    tokenizer_path: str = option("", "SentencePiece model; empty: the one that the dataset names")
+    other_data: bool = option(False, "resume, or score a model, on other data than it was trained on")
+    vocab_size: int = optional(0, "tokens; 0: the tokenizer's", 0, 65_536, model=True)
+    bos_id: int = optional(0, "token that begins a document; 0: the dataset's", 0, 65_535, model=True)
+    device_batch_size: int = optional(0, "rows per rank and micro-step; 0: on a GPU an eighth of a step's")
+    val_tokens: int = optional(0, "how many tokens of val are scored, from its start; 0: all")
+    val_batch_size: int = option(65_536, "tokens per evaluation step and rank", 1)
+    eval_context: int = optional(0, "tokens per row in evaluation; 0: train_seq_len")
+    eval_stride: int = optional(0, "targets scored per row; 0: eval_context")
+    # optimizer and length
+    grad_clip_norm: float = optional(0.0, "largest global gradient norm; 0: no clipping", 0, 1e6)
+    max_wallclock_seconds: float = optional(0.0, "training seconds; 0: no cap", 0, 1e7)
+    warmup_steps: int = optional(2, "steps on dummy tokens before the clock starts", 0, 1000)
+    # artifact
+    score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
+    artifact_bytes_limit: int = optional(0, "limit of artifact plus script in bytes; 0: none")
+    artifact_keep: int = option(65_536, "tensors of at most this many numbers are stored as fp16")
 
-    @abstractmethod
-    def parameter_table(self) -> "dict[str, Row]":
-        """{kind: Row}, one row for each kind of parameter. Raises Refused."""
+    codec: ClassVar[Any] = "int8+zlib"  # of the artifact; the first four letters name its file
+    aliases: ClassVar[dict[str, str]] = {}  # {constant: a second name that the game's public script gives it}
 
-    @abstractmethod
-    def make_model(self, kernels: "Kernels") -> "Model":
-        """The model, its parameters not yet filled."""
+    @classmethod
+    def of(cls: Any, preset: str, given: dict[str, Any]) -> Any:
+        """The recipe with given {constant: value} in place of its own."""
+        return cls(**given)
 
-    @abstractmethod
-    def muon_step(self, state: "UpdateState", hyper: "MuonHyper") -> None:
-        """Updates matrices, their momentum buffer and NorMuon's mean squares in place."""
+    def check(self: Any) -> None:
+        """Raises Refused for constants that contradict each other."""
+        T = self.train_seq_len
+        for stage in self.stages():
+            require(stage.batch_tokens % T == 0 and stage.batch_tokens % stage.row_tokens == 0,
+                    f"a step of {stage.batch_tokens} tokens is not a whole number of rows of "
+                    f"{stage.row_tokens}: change train_batch_tokens")
+        require(self.model_dim % (2 * self.num_heads) == 0,
+                f"model_dim={self.model_dim} must be a multiple of twice num_heads={self.num_heads}")
+        require(self.eval_stride <= (self.eval_context or T), "eval_stride exceeds a row")
 
-    @abstractmethod
-    def adam_step(self, state: "UpdateState", hyper: "AdamHyper") -> None:
-        """Updates parameters and both moments in place."""
-
-    @abstractmethod
-    def schedule(self, step: int, progress: float) -> "Schedule":
-        """Learning rate, momentum and decay of a step. progress: the part of the run that is done, 0 to 1."""
-
-    @abstractmethod
-    def layers(self, stage: Stages | None = None) -> "list[Layer]":
-        """What each layer costs, with the windows of this stage; None: of the last one."""
-
-    @abstractmethod
-    def quantize(self, row: "Row", w: Tensor, coarser: float = 1.0,
-                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """w (R, C) -> int8 (R, C) and fp16 scales (R,). row: its row of the parameter table. coarser: factor
-        on the rounding steps. hessian: what calibrate() found for this matrix."""
-
-    @abstractmethod
-    def attention_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
-        """{field of Kernels: function} of attention and its masks."""
-
-    # ----- neutral defaults
     def optimizer(self) -> "type[Optimizer]":
         """The class of the optimizer."""
         return Optimizer
 
-    def fp8_part(self, on_gpu: bool) -> str:
-        """Which products of training are in fp8: off, head or all. Raises Refused."""
-        return "off"
-
-    def first_values(self, values: "dict[str, Tensor]") -> "dict[str, Tensor]":
-        """{name: fp32} as the parameter table draws them -> the values that the model starts with."""
-        return values
-
-    # ----- data, scores, artifact
-    def check_data(self, data: "Data") -> None:
-        """Raises Refused for a dataset that lacks what the recipe's losses and scores need."""
-
-    def document_limit(self) -> int:
-        """Maximum document length in tokens; 0: no limit."""
-        return 0
+    def progress(self, step: int, seconds: float) -> float:
+        """The part of the run that is done, 0 to 1: by steps or by seconds of the wall-clock cap, whichever
+        is further."""
+        by_seconds = seconds / (self.max_wallclock_seconds or math.inf)
+        return min(1.0, max(step / total_steps(self), by_seconds))
 
     def scoring_window(self) -> int:
         """How many earlier tokens a token sees in long layers in evaluation; 0: all."""
@@ -197,262 +180,91 @@ class Recipe(ABC, Generic[Stages]):
         data, team, log) that returns its part of the result."""
         return []
 
-    def calibrate(self, run: "Run") -> None:
-        """Sets run.model.hessians from training data and reports calibration_ms. Its time counts as
-        training, so a recipe that calibrates has a lower cap."""
+    def fast_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+        """{field of Kernels: function}: the loss and, besides attention, other fast kernels."""
+        return dict(loss=fused_loss)
 
-    def codec(self) -> str:
-        """How the artifact is compressed; the first four letters are part of its file's name."""
-        return "int8+zlib"
+    def attention_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+        """{field of Kernels: function} of attention and its masks; {}: torch's attention to all tokens
+        before."""
+        return {}
 
-    def compress(self, raw: bytes) -> bytes:
-        """Compresses the artifact."""
-        return zlib.compress(raw, 9)
+    def pack(self, run: "Run") -> bytes:
+        """The artifact of run.model."""
+        return zlib.compress(pack_artifact(run.model), 9)
 
     @staticmethod
     def decompress(packed: bytes) -> bytes:
-        """Undoes compress(), whatever the constants. Raises zlib.error for what another recipe packed."""
+        """Undoes the compression of pack(). Raises zlib.error for what another recipe packed."""
         return zlib.decompress(packed)
 
-    def wider_steps(self, model: "Model", coarser: float, size: float, most: float) -> float:
-        """The `coarser` to try next, so that `size` bytes shrink to `most`."""
-        bits = 8 * (size - most) / sum([p.numel() for p in model.parameters()])
-        return coarser * max(1.002, 2**bits)  # doubling the steps saves one bit per weight
-
-    # ----- windows and memory
-    def windows(self, stage: Stages | None, T: int) -> dict[str, int]:
-        """{name: how many earlier tokens a token sees in a row of T}, for windows that may be shorter than
-        the row; stage None: in scoring."""
-        return {}
-
-    def state_bytes(self) -> int:
-        """Bytes of memory for the state built from training tokens (see Model.build). If this is not 0, the
-        artifact stores those tokens."""
-        return 0
-
-@dataclass(frozen=True)
-class Config(Recipe[Stages]):
-    """The constants that every recipe has, with neutral values. A recipe gives its own values and adds what
-    only it has. 0 means off or derived."""
-    preset: str = option("", "the recipe", model=True)
-    # the run
-    run_id: str = option("", "folder under logs/; empty: preset, seed and time")
-    seed: int = option(1337, "seed of initial values and samples", 0, 2**31 - 1)
-    device: str = option("auto", "where to train; auto: one GPU per rank if there are any",
-                         choices=("auto", "cpu", "cuda"))
-    dtype: str = option("auto", "activations; auto: bfloat16 where it is fast",
-                        choices=("auto", "float32", "bfloat16"))
-    sdpa_backend: str = option("auto", "attention on a GPU; auto: flex for windows and documents, else what "
-                               "torch chooses; flash4: FlashAttention 4; torch: masks",
-                               choices=("auto", "flash4", "torch"))
-    compile: bool = option(True, "torch.compile the step; 0: eager")
-    triton_kernels: bool = option(True, "our own Triton kernels on a GPU; 0: what torch.compile generates")
-    dry_run: bool = option(False, "print the plan only")
-    eval_from: str = option("", "artifact, final_model.pt or checkpoint.pt to score instead of training")
-    resume: str = option("", "run_id to resume")
-    save_every: int = optional(0, "steps between checkpoints; 0: none")
-    save_every_seconds: float = optional(0.0, "training seconds between checkpoints; 0: none", 0, 1e7)
-    sample_every: int = optional(0, "steps between samples; 0: at the end only")
-    sample: str = option("", "prompts separated by '|', line ends as \\n; empty: beginnings of val documents")
-    sample_tokens: int = optional(96, "tokens per sample; 0: no samples", 0, 100_000)
-    sample_temperature: float = option(0.8, "0: greedy", 0, 10)
-    sample_top_k: int = optional(0, "sample from the k likeliest tokens; 0: from all", 0, 65_536)
-    train_log_every: int = optional(0, "steps between train_loss lines after step 10; 0: every 100")
-    val_loss_every: int = optional(0, "steps between validations, from step 0 on; 0: at the end only")
-    # data and batch
-    data_path: str = option("", "folder of token shards")
-    tokenizer_path: str = option("", "SentencePiece model; empty: the one that the dataset names")
-    data_fingerprint: str = option("", "sha256 of the game's text; empty: any text")
-    other_data: bool = option(False, "resume, or score a model, on other data than it was trained on")
-    vocab_size: int = optional(0, "tokens; 0: the tokenizer's", 0, 65_536, model=True)
-    bos_id: int = optional(0, "token that begins a document; 0: the dataset's", 0, 65_535, model=True)
-    train_seq_len: int = option(1024, "tokens per row", 2, 1 << 20, model=True)
-    train_batch_tokens: int = option(1024, "tokens per step over all ranks", 1, 1 << 30)
-    # columns of the table of stages, one entry per stage; empty: as the rows of stages() have them
-    stage_starts: tuple = option((), "fractions of iterations at which stages begin", 0, 1, of=float)
-    batch_schedule: tuple = option((), "train_batch_tokens times this, per stage", 1, 1024, of=int)
-    seq_schedule: tuple = option((), "train_seq_len times this, per stage", 1, 1024, of=int)
-    packing: str = option("rows", "how training rows are cut from the stream", choices=("rows",))
-    shuffle: bool = option(False, "training rows in one random order; 0: in order")
-    max_epochs: int = optional(0, "passes over the training tokens; 0: any number")
-    device_batch_size: int = optional(0, "rows per rank and micro-step; 0: as many as fit")
-    val_tokens: int = optional(0, "how many tokens of val are scored, from its start; 0: all")
-    val_batch_size: int = option(65_536, "tokens per evaluation step and rank", 1)
-    eval_context: int = optional(0, "tokens per row in evaluation; 0: train_seq_len")
-    eval_stride: int = optional(0, "targets scored per row; 0: eval_context")
-    # size
-    num_layers: int = option(1, "blocks", 1, 1000, model=True)
-    model_dim: int = option(2, "width of the residual stream", 2, 1 << 16, model=True)
-    num_heads: int = option(1, "query heads", 1, 4096, model=True)
-    # optimizer and length
-    grad_clip_norm: float = optional(0.0, "largest global gradient norm; 0: no clipping", 0, 1e6)
-    loss_sum_ranks: int = optional(0, "divide the summed loss by this; 0: train on the mean loss", 0, 1 << 20)
-    iterations: int = option(1, "maximum number of steps", 1, 10**9)
-    extension_iterations: int = optional(0, "further steps with the last stage's settings; 0: none", 0, 10**9)
-    max_wallclock_seconds: float = optional(0.0, "training seconds; 0: no cap", 0, 1e7)
-    warmup_steps: int = optional(2, "steps on made-up tokens before the clock starts", 0, 1000)
-    # artifact
-    score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
-    artifact_bytes_limit: int = optional(0, "limit of artifact plus script in bytes; 0: none")
-    artifact_codec: str = option("zlib", "compressor", choices=("zlib",))
-    artifact_keep: int = option(65_536, "tensors of at most this many numbers are stored as fp16")
-
-    def check(self) -> None:
-        """Raises Refused for constants that contradict each other."""
-        batch = self.train_batch_tokens
-        T = self.train_seq_len
-        require(batch % T == 0, f"train_batch_tokens={batch} must be a multiple of train_seq_len={T}")
-        starts = [stage.start for stage in self.stages()]
-        require(starts[0] == 0 and starts == sorted(starts),
-                f"stage_starts={show(tuple(starts))} must grow from 0")
-        for stage in self.stages():
-            require(stage.batch_tokens % stage.row_tokens == 0,
-                    f"a step of {stage.batch_tokens} tokens is not a whole number of rows of "
-                    f"{stage.row_tokens}: change train_batch_tokens, batch_schedule, seq_schedule")
-            require(stage.row_tokens == T or self.packers[self.packing].any_length,
-                    f"packing={self.packing} makes rows of train_seq_len={T}, not of "
-                    f"{stage.row_tokens} tokens")
-        require(self.model_dim % (2 * self.num_heads) == 0,
-                f"model_dim={self.model_dim} must be a multiple of twice num_heads={self.num_heads}")
-        eval_context = self.eval_context or T
-        require(self.eval_stride <= eval_context,
-                f"eval_stride={self.eval_stride} exceeds a row of {eval_context} tokens")
-        require(self.val_tokens != 1, "val_tokens=1 leaves no target")
-        require(not self.shuffle or self.packing == "rows",
-                f"shuffle=1 needs packing=rows, not packing={self.packing}")
-
-    @classmethod
-    def of(cls: "type[Config]", preset: str, given: dict[str, Any]) -> "Config":
-        """The recipe with given {constant: value} in place of its own."""
-        return cls(**given)
-
-    @classmethod
-    def model_fields(cls: "type[Config]") -> list[str]:
-        """The constants that the forward pass depends on; files of a model hold them."""
-        return [f.name for f in fields(cls) if f.metadata["model"]]
-
-    @classmethod
-    def of_file(cls: "type[Config]", shape: dict[str, Any], base: "Config | None") -> "Config":
-        """The config of a saved model. Its model constants come from the file; the rest from base, if that
-        is of this recipe. The batch becomes one row, because the file's row length may not divide any other
-        batch."""
-        constants = {name: shape[name] for name in cls.model_fields()}
-        constants |= dict(train_batch_tokens=shape["train_seq_len"], stage_starts=(), batch_schedule=(),
-                          seq_schedule=())
-        return replace(base if isinstance(base, cls) else cls(), **constants)
-
-    def fast_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
-        """{field of Kernels: function}: the loss and, besides attention, other fast kernels."""
-        return fast_loss(self, on_gpu, fused_loss)
-
-    def progress(self: "Config", step: int, seconds: float) -> float:
-        """The part of the run that is done, 0 to 1: by steps or by seconds of the wall-clock cap, whichever
-        is further."""
-        by_steps = step / total_steps(self)
-        by_seconds = seconds / (self.max_wallclock_seconds or math.inf)
-        return min(1.0, max(by_steps, by_seconds))
+class Parser(argparse.ArgumentParser):
+    """Refuses in one sentence and without the usage."""
+    def error(self, message: str) -> NoReturn:
+        raise Refused(message)
 
 def check_grouped_queries(cfg: Any) -> None:
     """Raises Refused if num_kv_heads does not divide num_heads."""
     require(cfg.num_heads % (cfg.num_kv_heads or cfg.num_heads) == 0,
             f"num_heads={cfg.num_heads} must be a multiple of num_kv_heads={cfg.num_kv_heads}")
 
-ALIASES = {"total_batch_size": "train_batch_tokens", "num_iterations": "iterations", "model_tag": "run_id",
-           "run": "run_id"}
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 
-# {hook: function}: conveniences such as samples and pictures, on which no result depends, and
-# FlashAttention 4. A table at the end of the whole file fills it; in a script of one recipe it stays empty.
-LAB: dict[str, Callable] = {}
-
-def lab(hook: str, *args: Any) -> Any:
-    """Calls a function of the lab; None where there is none."""
-    return LAB[hook](*args) if hook in LAB else None
-
-def fields_of(recipe: Any) -> dict[str, Field]:
-    """{constant: dataclass field} of a recipe's class."""
-    return {f.name: f for f in fields(recipe)}
-
 def load_config(env: Mapping[str, str], argv: Sequence[str] = ()) -> Config:
-    """Config of the preset that flags or the environment name: recipe < environment < flag. Raises
-    Refused."""
-    flags = dict(parse_flags(argv))
-    preset = flags.get("PRESET", env.get("PRESET", default_preset()))
-    own = fields_of(recipe_of(preset))
-    given = {}
-    for source in (env, flags):
-        for typed, name in NAMES.items():
-            if typed in source and name in own:
-                given[name] = parse_value(name, source[typed], own[name])
-            elif typed in source:
-                lab("unknown", preset, name, source[typed])
-    return preset_config(preset, given)
+    """Config of the preset that --preset or PRESET names: recipe < environment < flag. Raises Refused."""
+    return preset_config(*typed(env, argv))
 
-def recipe_of(preset: Any) -> Any:
+def typed(env: Mapping[str, str], argv: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
+    """(preset, {constant: value} as given in the environment or by a flag). Raises Refused."""
+    first = Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default=env.get("PRESET", next(iter(RECIPES))))
+    preset = first.parse_known_args(argv)[0].preset
+    recipe = recipe_of(preset)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                    argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    given = {}
+    for f in fields(recipe):
+        names = [f.name, *[alias for alias in [recipe.aliases.get(f.name)] if alias]]
+        for name in names:
+            if name.upper() in env:
+                given[f.name] = parse_value(f, env[name.upper()])
+        switch: dict = dict(nargs="?", const="1") if isinstance(f.default, bool) else {}
+        parser.add_argument(*[f"--{name.replace('_', '-')}" for name in names], dest=f.name, metavar="",
+                            type=partial(parse_value, f), help=described(f), **switch)
+    return preset, given | vars(parser.parse_args(argv))
+
+def described(f: Field) -> str:
+    """A constant's line in --help."""
+    limits = f.metadata
+    of = " | ".join(limits["choices"]) or {bool: "0 or 1", str: "text"}.get(
+        type(f.default), f"{limits['least']:g} to {limits['most']:g}")
+    return f"{limits['doc']} ({of}) [{show(f.default)}]".replace("%", "%%")
+
+def recipe_of(preset: str) -> Any:
     """A preset's class. Raises Refused."""
-    require(isinstance(preset, str) and preset in RECIPES,
-            f"preset={preset!r} is none of {', '.join(RECIPES)}")
+    require(preset in RECIPES, f"preset={preset!r} is none of {', '.join(RECIPES)}")
     return RECIPES[preset]
 
-def default_preset() -> str:
-    return next(iter(RECIPES))
-
-def given_names(env: Mapping[str, str], argv: Sequence[str]) -> set[str]:
-    """The constants that an environment and a command line set."""
-    typed = {*env, *dict(parse_flags(argv))}
-    return {name for word, name in NAMES.items() if word in typed}
-
 def preset_config(preset: str, given: Mapping[str, object] | None = None) -> Config:
-    """Config of a preset. given {name: value} replaces its values and those of the depth dial. Raises
-    Refused."""
+    """Config of a preset. given {name: value} replaces its values. Raises Refused."""
     cfg = recipe_of(preset).of(preset, dict(given or {}))
     check_config(cfg)
     return cfg
 
-def parse_value(name: str, text: str, f: Field | None = None) -> object:
-    """Text -> a value of the constant's type. f: its dataclass field in a recipe; None: in the first recipe
-    that has it. Raises Refused."""
-    f = f or KNOWN[name]
+def parse_value(f: Field, text: str) -> object:
+    """Text -> a value of the constant's type. Raises Refused."""
     default: Any = f.default
     try:
-        text = os.fsencode(text).decode()  # UTF-8, whatever the locale makes of it
         if isinstance(default, tuple):
             number = f.metadata["of"]
             return tuple(map(number, text.split(","))) if text else ()
         if isinstance(default, bool):
             return BOOLEANS[text.lower()]
-        if isinstance(default, str):
-            return text.replace("\\n", "\n")  # the inverse of show()
-        if text == "-1" and f.metadata["off"]:
+        if text == "-1" and f.metadata["off"]:  # as on nanochat's command lines
             return type(default)(0)
         return type(default)(text)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        like = show(default) or ("1,2" if default == () else "text in UTF-8")
-        raise Refused(f"{name}={text!r} must be written like {like}") from None
-
-def parse_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields ("MATRIX_LR", text) for --matrix-lr=0.03, --matrix-lr 0.03 and a bare --compile. Raises
-    Refused."""
-    words = [*argv]
-    while words:
-        flag, equals, text = words.pop(0).partition("=")
-        name = flag.removeprefix("--").replace("-", "_").upper()
-        require(name not in (*LAUNCH_NUMBERS, *LAUNCH_FLAGS),
-                f"{flag} is a launcher's: start with torchrun --nproc_per_node=GPUS train_gpt.py, which sets "
-                "RANK, WORLD_SIZE and LOCAL_RANK")
-        if flag[:2] != "--" or name not in NAMES:
-            lab("unknown", "", flag, "")
-            raise Refused(f"unknown argument {flag}")
-        if not equals:  # the value is the next word; a Boolean can do without one, and so can --fp8
-            if words and not words[0].startswith("--"):
-                text = words.pop(0)
-            elif name == "FP8":
-                text = "all"
-            elif NAMES[name] in KNOWN and isinstance(KNOWN[NAMES[name]].default, bool):
-                text = "1"
-            else:
-                raise Refused(f"{flag} needs a value")
-        yield name, text
+    except (KeyError, ValueError):
+        raise Refused(f"{f.name}={text!r} must be written like {show(default) or '1,2'}") from None
 
 def show(value: object) -> str:
     """A constant as one types it, in one line; only the last part of an absolute path."""
@@ -462,71 +274,33 @@ def show(value: object) -> str:
         return str(int(value))
     if isinstance(value, str) and os.path.isabs(value):
         value = Path(value).name
-    return str(value).replace("\n", "\\n")
+    return str(value)
 
-def overrides(cfg: Config) -> dict[str, list[str]]:
+def overrides(cfg: Any) -> dict[str, list[str]]:
     """{name: [text of the preset's value, text of the value in force]} where the two differ."""
     preset = vars(preset_config(cfg.preset))
     return {name: [show(preset[name]), show(value)] for name, value in vars(cfg).items()
             if value != preset[name]}
 
 def check_ranges(cfg: Config) -> None:
-    """Raises Refused for a value of the wrong type, a number that is not finite or out of range, and a text
-    that is none of the choices."""
-    known = fields_of(type(cfg))
-    for name, value in vars(cfg).items():
-        default = known[name].default
-        limits = known[name].metadata
-        require(type(value) is type(default), f"{name}={value!r} must be of type {type(default).__name__}")
+    """Raises Refused for a value of the wrong type, out of range or none of the choices."""
+    for f in fields(cfg):
+        value = getattr(cfg, f.name)
+        limits = f.metadata
+        require(type(value) is type(f.default), f"{f.name}={value!r} is no {type(f.default).__name__}")
         require(not limits["choices"] or value in limits["choices"],
-                f"{name}={value!r} must be one of {', '.join(limits['choices'])}")
-        require(value != () or default == () or limits["off"], f"{name} needs an entry")
-        numbers = value if isinstance(value, tuple) else [value]
-        for number in numbers:
+                f"{f.name}={value!r} must be one of {', '.join(limits['choices'])}")
+        for number in value if isinstance(value, tuple) else [value]:
             require(isinstance(number, str) or limits["least"] <= number <= limits["most"],
-                    f"{name}={show(value)} must be from {limits['least']:g} to {limits['most']:g}")
+                    f"{f.name}={show(value)} must be from {limits['least']:g} to {limits['most']:g}")
 
 def check_config(cfg: Config) -> None:
     """Raises Refused for numbers out of range, then for constants that contradict each other."""
     check_ranges(cfg)
-    for name in (cfg.run_id, cfg.resume):
-        require(re.fullmatch(r"(\w[\w.,=+-]*)?", name),
-                f"run_id={cfg.run_id!r}, resume={cfg.resume!r}: letters, digits and .,=+- only")
+    require(re.fullmatch(r"(\w[\w.,=+-]*)?", cfg.run_id), f"run_id={cfg.run_id!r} names a folder")
     cfg.check()
-    cfg.parameter_table()
-
-@cache
-def parameter_counts(cfg: Config) -> Counter:
-    """{group of the parameter table: number of parameters}"""
-    counts = Counter()
-    table = cfg.parameter_table()
-    with torch.device("meta"):
-        for name, p in cfg.make_model(Kernels()).named_parameters():
-            counts[table[kind_of(name)].group] += p.numel()
-    return counts
-
-def horizon_weights(cfg: Config) -> int:
-    """Weights that the horizon counts: those of the blocks' matrices, gates among them, and of lm_head."""
-    counts = parameter_counts(cfg)
-    return counts["matrix"] + counts["gate"] + cfg.vocab_size * cfg.model_dim
-
-def flops_per_token(cfg: Config, stage: "Stage | None" = None) -> float:
-    """Training matmul FLOPs as PaLM counts them (arXiv:2204.02311): 6 per weight, plus 12 * width * window
-    per layer. A layer that runs several times counts each time, averaged over the stages. stage: the one
-    whose windows count; None: the last."""
-    keys = sum([layer.window for layer in cfg.layers(stage)])
-    passes = [sum([layer.passes for layer in cfg.layers(row)]) for row in cfg.stages()]
-    again = sum(passes) / len(passes) / cfg.num_layers
-    head = cfg.vocab_size * cfg.model_dim
-    return 6 * (head + again * (horizon_weights(cfg) - head + 2 * cfg.model_dim * keys))
 
 # ---------- 4 techniques
-class Layer(NamedTuple):
-    """What one layer costs."""
-    window: int  # tokens that a token sees; 0: no attention
-    mlp_mult: float  # MLP width / model_dim; 0: no MLP
-    passes: int = 1  # how often it runs
-
 def rms_norm(x: Tensor) -> Tensor:
     """x (..., C) divided by its root mean square over C."""
     return F.rms_norm(x, (x.size(-1),), eps=2**-23)
@@ -638,7 +412,7 @@ class Kernels(NamedTuple):
 
 WINDOWED: dict = dict(attention=attention, window=plain_window, window_mask=window_mask)  # readable versions
 
-def kernel_windows(cfg: "Config", kinds: Sequence[str], stage: "Stage | None", T: int, device: torch.device,
+def kernel_windows(cfg: Any, kinds: Sequence[str], stage: "Stage | None", T: int, device: torch.device,
                    window: Callable[..., int | Tensor], by_document: bool = False) -> dict:
     """{L or S: its window in rows of T tokens} for the kinds that layers have. window: Kernels.window."""
     sizes = cfg.windows(stage, T)
@@ -737,7 +511,7 @@ def project_heads(x: Tensor, head_dim: int, product: Kernel, *matrices: Tensor) 
         return heads.split([len(matrix) // head_dim for matrix in matrices], -2)
     return [split_heads(product(x, matrix), head_dim) for matrix in matrices]
 
-def attend_heads(q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: Kernel) -> Tensor:
+def attend_heads(q: Tensor, k: Tensor, v: Tensor, mask: Any, kernel: Kernel) -> Tensor:
     """Attention on heads as the projections give them: q (B, T, H, D), already scaled, k and v (B, T, KV, D)
     -> (B, T, H, D). kernel: Kernels.attention. mask: from Kernels.window_mask, or None."""
     return kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2)
@@ -769,8 +543,7 @@ def smear(x: Tensor, weight: Tensor, gate_weight: Tensor) -> Tensor:
 class Model(nn.Module):
     """The interface of a recipe's model. Subclasses also set cfg (the recipe's constants), embed and head
     ((V, C); the same parameter if tied) and blocks."""
-    trained_on: dict | None = None  # Data.identity(); None: unknown
-    hessians: dict[str, Tensor] = {}  # {parameter: its hessian for quantize()}, see Recipe.calibrate()
+    trained_on: dict | None = None  # what identifies its data, see check_same_data(); None: unknown
     # {field of Kernels: the readable function, where no other is chosen}
     readable: dict = dict(attention=causal_attention)
 
@@ -831,9 +604,6 @@ class Model(nn.Module):
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Takes its state out of the tensors of a file. Raises Refused."""
 
-    def drop_state(self) -> None:
-        """Frees the memory of that state."""
-
 def bigram_ids(tokens: Tensor, rows: int) -> Tensor:
     """The row of the hashed bigram table (B, T) for each token (B, T) and the one before. The first token of
     a row gets the last row of the table, and the second one hashes that number as its previous token, as in
@@ -872,8 +642,9 @@ class Stage:
     row_tokens: int  # tokens per row
     lr: float = 1.0  # factor on learning rates before the warmdown
     doc_len: int = 0  # maximum document length in tokens; 0: max_doc_len
-    begins: float = 0.0  # start as a fraction of the whole run, extension included; set by stage_rows()
-    first_step: int = 0  # its first step, unless the clock brings it forward; set by stage_rows()
+    loss_factor: float = 1.0  # on a step's mean loss before its gradients are taken
+    begins: float = 0.0  # start as a fraction of the whole run, extension included
+    first_step: int = 0  # its first step, unless the clock brings it forward
 
 @dataclass(frozen=True)
 class WindowStage(Stage):
@@ -884,7 +655,7 @@ def kind_of(name: str) -> str:
     """The kind of a parameter: blocks.3.query -> query, value_embeds.0 -> value_embeds."""
     return [part for part in name.split(".") if not part.isdigit()][-1]
 
-def first_values(model: Model, seed: int) -> dict[str, Tensor]:
+def init_parameters(model: Model, seed: int) -> dict[str, Tensor]:
     """{name: fp32}, drawn on the CPU whatever the device. Raises KeyError for a parameter without a row."""
     generator = torch.Generator().manual_seed(seed)
     table = model.cfg.parameter_table()
@@ -906,7 +677,7 @@ def first_values(model: Model, seed: int) -> dict[str, Tensor]:
             layer = numbers[0] if numbers else 0
             value += row.scale + row.change * layer / max(1, model.cfg.num_layers - 1)
         values[name] = value
-    return model.cfg.first_values(values)
+    return values
 
 # ---------- 5 optimizer
 # (a, b, c) of each iteration x <- a x + (b gram + c gram gram) x with gram = x x'; the last row repeats
@@ -1011,20 +782,16 @@ class Bank:
     all. The buffer is a sequence of units (Muon: a matrix or a block of its rows; Adam: 64 numbers), and
     each rank updates an equal share of the units.
 
-    data: the weights the model reads; every rank holds all of them. master: this rank's share in fp32; it
-    shares data's memory if data is fp32. grad: the sum over micro-steps, in fp32 (embedding tables: in the
-    dtype of data). parts: on several ranks, if an update takes at most two steps of one micro-step each,
-    their gradients as autograd returned them, one list per step; grad is then unused. my_data, my_grad: this
-    rank's share. state: first and second moments, then what an optimizer adds. fresh: there are no gradients
-    yet, and the next ones overwrite grad."""
+    data: the weights the model reads; every rank holds all of them. grad: the sum of the gradients since the
+    last update. master: this rank's share of the weights in fp32; it shares data's memory if data is fp32.
+    my_data, my_grad: this rank's share. state: first and second moments, then what an optimizer adds. fresh:
+    there are no gradients yet, and the next ones overwrite grad."""
     def __init__(self, row: Row, names: Sequence[str], params: Sequence[Tensor], rank: int, world_size: int,
                  dtype: torch.dtype):
         self.row = row
         self.names = names
         self.rank = rank
         self.world_size = world_size
-        self.state = []
-        self.parts: list = []
         self.fresh = True
         self.unit: tuple = (64,)
         if row.optimizer == "muon":
@@ -1032,16 +799,12 @@ class Bank:
         size = math.prod(self.unit)
         self.shapes = [p.shape for p in params]
         self.places = np.cumsum([0] + [math.ceil(p.numel() / size) * size for p in params])
-        self.dense = self.places[-1] == sum([p.numel() for p in params])  # no padding between parameters
         self.units = int(self.places[-1]) // size  # without the padding of shares
         total = math.ceil(self.units / world_size) * world_size * size
-        is_embedding = row.group in ("embed", "value_embed")
-        grad_dtype = dtype if is_embedding else torch.float32
         self.data = torch.zeros(total, dtype=dtype, device=params[0].device)
-        self.grad = torch.zeros_like(self.data, dtype=grad_dtype)
-        self.grads = self.views(self.grad)
+        self.grad = torch.zeros_like(self.data)
         self.my_data = self.share(self.data)
-        self.my_grad = torch.zeros_like(self.my_data) if world_size > 1 else self.share(self.grad)
+        self.my_grad = torch.zeros_like(self.my_data)
         self.master = self.my_data if dtype == torch.float32 else self.my_data.float()
         self.load(dict(zip(names, params)))
         for p, view in zip(params, self.views(self.data)):
@@ -1054,7 +817,7 @@ class Bank:
         self.state = [torch.zeros_like(self.master), torch.zeros_like(second)]
 
     def share(self, flat: Tensor) -> Tensor:
-        """(total,) -> this rank's (units, *unit)"""
+        """(total, ...) -> this rank's (units, *unit)"""
         return flat.view(self.world_size, -1, *self.unit)[self.rank]
 
     def whole(self, mine: Tensor) -> Tensor:
@@ -1074,79 +837,42 @@ class Bank:
         whole = torch.zeros_like(self.data, dtype=torch.float32)
         for name, view in zip(self.names, self.views(whole)):
             view.copy_(values[name])
-        self.clear()  # the gradients so far belong to other values
+        self.fresh = True  # the gradients so far belong to other values
         self.data.copy_(whole)
         self.master.copy_(self.share(whole))
 
-    def clear(self) -> None:
-        """Drops the gradients."""
-        self.parts = []
-        self.fresh = True
-
-    def add(self, gradients: Sequence[Tensor], alone: bool) -> None:
-        """Adds the gradients of a micro-step. alone: it is the only one of its step."""
-        unsummed = self.fresh or len(self.parts) > 0
-        if alone and unsummed and self.world_size > 1 and len(self.parts) < self.row.every <= 2:
-            self.parts.append(gradients)
-            self.fresh = False
-        else:
-            self.sum_parts()
-            self.add_to_sum(gradients)
-
-    def add_to_sum(self, gradients: Sequence[Tensor]) -> None:
-        """Adds gradients to grad; the first ones after clear() overwrite it."""
+    def add(self, gradients: Sequence[Tensor], micro_steps: int) -> None:
+        """Adds the gradients of one of the micro-steps of a step."""
         if self.fresh:
-            torch._foreach_copy_(self.grads, gradients)
+            # The sum is in fp32. But ranks exchange it in the dtype of data, in which up to two gradients
+            # add up with a single rounding as well, at a third of the traffic. Embeddings' sums always do.
+            exact = micro_steps * self.row.every <= (2 if self.world_size > 1 else 1)
+            narrow = exact or self.row.group in ("embed", "value_embed")
+            dtype = self.data.dtype if narrow else torch.float32
+            if self.grad.dtype != dtype:
+                self.grad = torch.zeros_like(self.data, dtype=dtype)
+            torch._foreach_copy_(self.views(self.grad), gradients)
         else:
-            torch._foreach_add_(self.grads, gradients)
+            torch._foreach_add_(self.views(self.grad), gradients)
         self.fresh = False
 
-    def sum_parts(self) -> None:
-        """Moves parts, if there are any, to grad."""
-        parts = self.parts
-        if parts:
-            self.clear()
-        for gradients in parts:
-            self.add_to_sum(gradients)
-
-    def joined_parts(self) -> Tensor:
-        """The sum of parts (one list or two) as a flat tensor in the dtype of data. Adding two bf16 tensors
-        rounds their fp32 sum once, so the result equals grad rounded to bf16, with half the traffic."""
-        if self.grad.dtype == self.data.dtype:
-            whole = self.grad
-        elif self.dense:
-            whole = torch.empty_like(self.data)
-            whole[self.places[-1]:].zero_()
-        else:
-            whole = torch.zeros_like(self.data)
-        views = self.views(whole)
-        if len(self.parts) == 1:
-            torch._foreach_copy_(views, self.parts[0])
-        else:
-            for first, second, view in zip(*self.parts, views):
-                torch.add(first, second, out=view)
-        self.parts = []
-        return whole
-
-    def reduce(self, group: dist.ProcessGroup | None) -> "dist.Work | None":
+    def reduce(self) -> "dist.Work | None":
         """Starts to sum this rank's share of the gradients over ranks, in the dtype of data."""
-        if self.fresh:  # this rank had no rows
+        if self.fresh:  # nothing was added since the last update
             self.grad.zero_()
         if self.world_size == 1:
+            self.my_grad = self.share(self.grad)
             return None
-        whole = self.joined_parts() if self.parts else self.grad.to(self.data.dtype)
-        return reduce_scatter(self.my_grad.view(-1), whole, group=group, async_op=True)
+        return reduce_scatter(self.my_grad.view(-1), self.grad.to(self.data.dtype), async_op=True)
 
 class Optimizer:
-    """Muon for matrices and Adam for everything else, as the parameter table says. The ranks of `group` share
-    the work and the state. dtype: of the weights that the model reads from now on. muon_dtype: of Muon's
-    matrix products; None: dtype."""
-    def __init__(self, model: Model, cfg: Config, rank: int = 0, world_size: int = 1,
-                 group: dist.ProcessGroup | None = None, dtype: torch.dtype = torch.float32,
-                 muon_dtype: torch.dtype | None = None):
+    """Muon for matrices and Adam for everything else, as the parameter table says. The ranks share the work
+    and the state. dtype: of the weights that the model reads from now on. muon_dtype: of Muon's matrix
+    products; None: dtype."""
+    def __init__(self, model: Model, cfg: Any, rank: int = 0, world_size: int = 1,
+                 dtype: torch.dtype = torch.float32, muon_dtype: torch.dtype | None = None):
         self.cfg = cfg
         self.world_size = world_size
-        self.group = group
         self.muon_dtype = muon_dtype or dtype
         self.adam_step = cfg.adam_step
         self.muon_step = cfg.muon_step
@@ -1166,28 +892,16 @@ class Optimizer:
             self.banks.append(Bank(rows[0], names, params, rank, world_size, dtype))
         self.params = [known[name] for bank in self.banks for name in bank.names]
 
-    def connect(self) -> None:
-        """Runs each collective of a step once, at full size and without effect: NCCL connects a group on
-        first use, which takes 0.5 to 2.5 s. All ranks call it together."""
-        for bank in self.banks:
-            if self.world_size > 1:
-                sums = torch.empty_like(bank.my_data)
-                reduce_scatter(sums.view(-1), torch.zeros_like(bank.data), group=self.group)
-                all_gather(torch.empty_like(bank.data), bank.my_data.view(-1), group=self.group)
-        for device in sorted({"cpu", self.banks[0].data.device.type}):  # one order on all ranks
-            all_reduce(torch.zeros(3, device=device), group=self.group)
+    def backward(self, loss: Tensor, micro_steps: int = 1) -> None:
+        """Adds the gradients of the loss of one of the micro-steps of a step to those before."""
+        self.add(torch.autograd.grad(loss, self.params, materialize_grads=True), micro_steps)
 
-    def backward(self, loss: Tensor, alone: bool = False) -> None:
-        """Adds the gradients of a micro-step's loss to those of the micro-steps before. alone: it is the only
-        one of its step."""
-        self.add(torch.autograd.grad(loss, self.params, materialize_grads=True), alone)
-
-    def add(self, gradients: Sequence[Tensor], alone: bool) -> None:
+    def add(self, gradients: Sequence[Tensor], micro_steps: int) -> None:
         """backward() for gradients that are already computed: one per parameter, in the order of params."""
         place = 0
         for bank in self.banks:
-            end = place + len(bank.grads)
-            bank.add(gradients[place:end], alone)
+            end = place + len(bank.names)
+            bank.add(gradients[place:end], micro_steps)
             place = end
 
     @torch.no_grad()
@@ -1200,15 +914,14 @@ class Optimizer:
     def update(self, banks: list[Bank], schedule: "Schedule") -> None:
         """Averages the gradients of these banks over ranks and updates their weights."""
         # 1. All reductions start at once.
-        jobs = [bank.reduce(self.group) for bank in banks]
+        jobs = [bank.reduce() for bank in banks]
         grad_scale = 1 / self.world_size  # the jobs sum over ranks; this gives the mean
         # 2. Clipping waits for all of them.
         if self.cfg.grad_clip_norm and banks:
-            for job in jobs:
-                if job:
-                    job.wait()
+            for job in filter(None, jobs):
+                job.wait()
             squares = sum([bank.my_grad.float().square().sum() for bank in banks])
-            norm = grad_scale * all_reduce(squares, group=self.group).sqrt()
+            norm = grad_scale * all_reduce(squares).sqrt()
             grad_scale = grad_scale * (self.cfg.grad_clip_norm / (norm + 1e-6)).clamp(max=1)
         # 3. Each bank is updated once its gradients arrive; its all-gather overlaps the next bank's update.
         gathers = []
@@ -1222,9 +935,9 @@ class Optimizer:
                 self.adam_step(state, self.adam_hyper(bank, grad_scale, schedule))
             if bank.master is not bank.my_data:
                 bank.my_data.copy_(bank.master)
-            bank.clear()
+            bank.fresh = True
             if job:
-                gathers.append(all_gather(bank.data, bank.my_data.view(-1), group=self.group, async_op=True))
+                gathers.append(all_gather(bank.data, bank.my_data.view(-1), async_op=True))
         for gather in gathers:
             gather.wait()
 
@@ -1247,6 +960,16 @@ class Optimizer:
         numbers = map(torch.as_tensor, (grad_scale, updates, row.lr * schedule.lr))
         return AdamHyper(*numbers, decay=decay, beta1=row.beta1, beta2=row.beta2, eps=row.eps)
 
+    def begin(self, values: dict[str, Tensor]) -> None:
+        """Starts anew from these weights, {name: fp32}."""
+        self.step_count = 0
+        for bank in self.banks:
+            bank.load(values)
+            torch._foreach_zero_(bank.state[:2])
+
+    def end(self) -> None:
+        """Training ends; the weights that are scored may differ from the last step's."""
+
     def weights(self) -> dict[str, Tensor]:
         """{name: fp32 on the CPU} of all parameters. All ranks call it together."""
         found = {}
@@ -1256,40 +979,27 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """{name: tensor on the CPU} of all moments, for a checkpoint. All ranks call it together."""
-        found = {}
-        for bank in self.banks:
-            for i, mine in enumerate(bank.state):
-                found[f"{bank.names[0]} {i}"] = bank.whole(mine)
-        return found
+        return {f"{bank.names[0]} {i}": bank.whole(mine)
+                for bank in self.banks for i, mine in enumerate(bank.state)}
 
     @torch.no_grad()
-    def restore(self, state: dict[str, Tensor], team: "Team") -> None:
-        """Loads what state() returned, which only rank 0 has. The number of ranks may have changed since."""
+    def restore(self, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+        """Loads what weights() and state() returned. The number of ranks may have changed since."""
         for bank in self.banks:
+            bank.load(weights)
             for i, mine in enumerate(bank.state):
-                whole = mine.new_zeros((team.world_size * len(mine), *mine.shape[1:]))
-                if team.rank == 0:
-                    whole[:bank.units] = state[f"{bank.names[0]} {i}"]
-                team.broadcast(whole)
-                mine.copy_(whole.view(team.world_size, *mine.shape)[team.rank])
-
-    def begin(self, values: dict[str, Tensor]) -> None:
-        """Training begins: the step count is 0 and the weights are these {name: fp32}."""
-        self.step_count = 0
-        for bank in self.banks:
-            bank.load(values)
-
-    def end(self) -> None:
-        """Training ends; the weights that are scored may differ from the last step's."""
+                whole = mine.new_zeros((self.world_size * len(mine), *mine.shape[1:]))
+                whole[:bank.units] = state[f"{bank.names[0]} {i}"]
+                mine.copy_(whole.view(self.world_size, *mine.shape)[bank.rank])
 
 # torch 2.13 renamed these collectives
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-def all_reduce(tensor: Tensor, op: str = "SUM", group: dist.ProcessGroup | None = None) -> Tensor:
+def all_reduce(tensor: Tensor, op: str = "SUM") -> Tensor:
     """The SUM or MAX over the ranks, in place; also returns it."""
     if dist.is_initialized():
-        dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
     return tensor
 
 # ---------- 6 schedules
@@ -1300,7 +1010,7 @@ class Schedule(NamedTuple):
     decay: float = 1.0  # factor on the weight decay of matrices
     tied: bool = False  # lm_head and the embedding are one matrix
 
-def stage_rows(cfg: Config, rows: list, **columns: str) -> list:
+def stage_rows(cfg: Any, rows: list, **columns: str) -> list:
     """A recipe's stages, with cfg's overrides applied column by column. columns: {extra column: the constant
     that overrides it}. If there is one row and an override has n entries, the row is split into n stages of
     equal length. Raises Refused."""
@@ -1320,23 +1030,25 @@ def stage_rows(cfg: Config, rows: list, **columns: str) -> list:
     for row in rows:
         step = row.start * cfg.iterations
         first_step = math.ceil(step - 1e-6)
-        stages.append(replace(row, begins=step / total_steps(cfg), first_step=first_step))
+        ranks = vars(cfg).get("loss_sum_ranks", 0)
+        stages.append(replace(row, begins=step / total_steps(cfg), first_step=first_step,
+                              loss_factor=row.batch_tokens / ranks if ranks else 1.0))
     return stages
 
-def total_steps(cfg: Config) -> int:
-    return cfg.iterations + cfg.extension_iterations
+def total_steps(cfg: Any) -> int:
+    return cfg.iterations + vars(cfg).get("extension_iterations", 0)
 
-def stage_at(cfg: Config, progress: float) -> Stage:
+def stage_at(cfg: Any, progress: float) -> Stage:
     """The stage at this progress, 0 to 1, through the whole run."""
     return [stage for stage in cfg.stages() if stage.begins <= progress + 1e-9][-1]
 
-def planned_tokens(cfg: Config) -> int:
+def planned_tokens(cfg: Any) -> int:
     """Training tokens of all steps, if no cap on time ends the run."""
     table = cfg.stages()
     ends = [stage.first_step for stage in table[1:]] + [total_steps(cfg)]
     return sum([(end - stage.first_step) * stage.batch_tokens for stage, end in zip(table, ends)])
 
-def scheduled_progress(cfg: Config, progress: float) -> float:
+def scheduled_progress(cfg: Any, progress: float) -> float:
     """Progress through the whole run -> through cfg.iterations; it stays at 1 in the extension."""
     return min(1.0, progress * total_steps(cfg) / cfg.iterations)
 
@@ -1349,212 +1061,108 @@ def momentum_at(cfg: Any, warmup: float) -> float:
     start = cfg.muon_momentum_warmup_start
     return start + (cfg.muon_momentum - start) * warmup
 
-def grad_factor(cfg: Config, stage: Stage) -> float:
-    """Factor on a step's mean loss before its gradients are taken; see loss_sum_ranks."""
-    return stage.batch_tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1.0
-
 def warmdown_done(progress: float, part: float) -> float:
     """How much of the warmdown, the last `part` of the run, is done, 0 to 1; 0 if there is none (part 0)."""
     return max(0.0, 1 - (1 - progress) / part) if part else 0.0
 
 # ---------- 7 data
-# {folder: arguments of ./run.sh data that get it}
-DATA_ARGUMENTS = {"embedded": "", "fineweb10B_sp1024": " sp1024 -n 80", "fineweb10B_sp8192": " sp8192 -n 128",
-                  "fineweb10B_gpt2": " gpt2", "climbmix": " climbmix", "fineweb_edu": " fineweb-edu"}
-
-@dataclass(frozen=True)
-class Shard:
-    """A .bin file of training tokens. It is open only while they are read: a memory map keeps its file open,
-    and a process may have only some 1,024 open."""
+class Shard(NamedTuple):
+    """A .bin file of tokens."""
     path: Path
     size: int  # in tokens
     groups: list | None = None  # documents in each row group of the parquet file that it was made from
 
-def open_shard(path: Path, tokens: int | None = None) -> np.memmap:
-    """A .bin shard -> uint16 (n,). tokens: how many the manifest says there are. Raises Refused.
+def open_shard(path: Path) -> np.memmap:
+    """A .bin shard -> uint16 (n,). Raises Refused.
 
     Format: 256 little-endian int32 (magic 20240520, version 1, token count, zeros), then uint16 tokens."""
-    held = (os.path.getsize(path) - 1024) / 2
+    size = (os.path.getsize(path) - 1024) // 2
     head = np.fromfile(path, "<i4", 3).tolist()
-    require(held > 0 and head == [20240520, 1, held] and tokens in (None, held),
-            f"{path.name} is damaged ({held:.1f} tokens, header {head}, manifest {tokens}): ./run.sh data")
+    require(size > 0 and head == [20240520, 1, size], f"{path.name} is damaged: ./run.sh data")
     return np.memmap(path, "<u2", "r", 1024)
 
-def check_tokens(tokens: np.ndarray, vocab_size: int, name: str) -> None:
-    """Raises Refused for tokens (n,) beyond the vocabulary."""
-    largest = tokens.max(initial=0)
-    require(largest < vocab_size, f"{name} holds token {largest}, but vocab_size is {vocab_size}")
-
 class Data(NamedTuple):
-    """A dataset, opened and checked."""
-    train: dict[str, Shard]  # {name: Shard}
+    """A dataset, as opened. ./run.sh checks more of what is in it."""
+    train: list[Shard]
     val: np.ndarray  # tokens of the whole split, uint16
     tokenizer: Any  # SentencePieceProcessor, or None
     vocab_size: int
     bos: int  # token that begins a document
     val_bytes: int | None  # UTF-8 bytes of the val text; None: no val_bpb
-    about: dict  # for result.json
-
-    def identity(self) -> dict:
-        """What a model's files record about its data, to detect other data of the same name."""
-        named = {name: self.about[name] for name in ("name", "fingerprint", "train_tokens", "tokenizer")}
-        return named | {"val": hashlib.sha256(self.val.tobytes()).hexdigest()}
+    about: dict  # for result.json; checkpoints and models keep it, too
 
 def decoded_bytes(sp: Any, tokens: np.ndarray, bos: int) -> int:
     """UTF-8 bytes of a text, by definition: each document is decoded. tokens (n,)."""
     documents = np.split(tokens, np.flatnonzero(tokens == bos))
     return sum([len(sp.decode(document.tolist()).encode()) for document in documents])
 
-def file_sha256(path: Path | str, stated: str | None = None) -> str:
-    """A file's sha256. Raises Refused unless it is the stated one."""
-    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    require(stated in (None, digest), f"{Path(path).name} does not match its sha256 in manifest.json")
-    return digest
+def file_sha256(path: Path | str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
-BEGINNING = 64  # tokens that identify a document
-PROBES = 8  # places in each train shard that are looked up in val
-PROBE_TOKENS = 1 << 14
-
-def beginnings(tokens: np.ndarray, bos: int) -> list[bytes]:
-    """The first BEGINNING tokens of each document that has this many. tokens (n,)."""
-    starts = np.flatnonzero(tokens == bos)
-    ends = np.append(starts[1:], len(tokens))
-    return [tokens[start:start + BEGINNING].tobytes() for start in starts[ends - starts >= BEGINNING]]
-
-def refuse_val_in_train(train: dict[str, Shard], val: np.ndarray, bos: int, name: str) -> None:
-    """For data without document hashes: samples documents of each train shard. Raises Refused if at least
-    nine of them, and at least a twentieth, are in val; web text does not repeat itself that much."""
-    known = set(beginnings(val, bos))
-    for path, shard in train.items():
-        tokens = open_shard(shard.path)
-        sample = set()
-        for place in np.linspace(0, max(0, len(tokens) - PROBE_TOKENS), PROBES).astype(int):
-            sample.update(beginnings(tokens[place:place + PROBE_TOKENS], bos))
-        both = len(sample & known)
-        require(both < 9 or 20 * both < len(sample),
-                f"{both} of {len(sample)} documents sampled from train shard {path} of {name} are in val: "
-                "leave it out or prepare the data again")
-
-def open_data(cfg: Config, log: Logger = print) -> Data:
-    """Opens and checks the dataset at cfg.data_path. Raises Refused; Missing if it is not there."""
-    folder = Path(cfg.data_path).absolute()
-    get_it = f"get it with `./run.sh data{DATA_ARGUMENTS.get(folder.name, ' --text PATH --name NAME')}`"
+def open_data(cfg: Any, log: Logger = print) -> Data:
+    """Opens the dataset at cfg.data_path: shards *_train_*.bin and *_val_*.bin, and manifest.json if there is
+    one. Raises Refused."""
+    folder = Path(cfg.data_path)
+    manifest = {}
+    tokenizer = None
     try:
-        return read_dataset(cfg, folder, get_it, log)
-    except Refused:
-        raise
-    except Exception as error:
+        if (folder / "manifest.json").exists():
+            manifest = json.loads((folder / "manifest.json").read_bytes())
+        groups = {file["path"]: file.get("row_groups") for file in manifest.get("files", [])}
+        files = {split: sorted(folder.glob(f"[!.]*_{split}_*[0-9].bin")) for split in ("train", "val")}
+        require(files["train"] and files["val"], f"no shards at {show(cfg.data_path)!r}: ./run.sh data")
+        train = [Shard(path, len(open_shard(path)), groups.get(path.name)) for path in files["train"]]
+        val = np.concatenate([open_shard(path) for path in files["val"]])
+        made_by = manifest.get("tokenizer") or {}
+        path: Any = cfg.tokenizer_path or ("path" in made_by and folder / made_by["path"])
+        if path:
+            import sentencepiece
+            tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        sha256 = {Path(file).name: file_sha256(file) for file in [*files["val"], *filter(None, [path])]}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
-                      f"({brief(error)}): {get_it}") from None
-
-def read_manifest(folder: Path) -> dict:
-    """manifest.json; without one its files are all *_train_*.bin and *_val_*.bin."""
-    path = folder / "manifest.json"
-    if path.exists():
-        return json.loads(path.read_bytes())
-    shards = sorted(folder.glob("[!.]*_*_*[0-9].bin"))
-    return {"files": [{"path": shard.name, "split": shard.name.split("_")[-2]} for shard in shards]}
-
-def read_dataset(cfg: Config, folder: Path, get_it: str, log: Logger) -> Data:
-    """The body of open_data(); a damaged file may raise anything here. get_it: advice to put in messages."""
-    # 1. the shards
-    name = folder.name
-    manifest = read_manifest(folder)
-    splits = {"train": {}, "val": {}}
-    sha256 = {}
-    for file in manifest["files"]:
-        path = file["path"]
-        if file["split"] in splits:
-            size = len(open_shard(folder / path, file.get("tokens")))
-            splits[file["split"]][path] = Shard(folder / path, size, file.get("row_groups"))
-        if file["split"] == "val":
-            sha256[path] = file_sha256(folder / path, file.get("sha256"))
-    train = splits["train"]
-    require(train and splits["val"], f"no train and val shards at {show(cfg.data_path)!r}: {get_it}", Missing)
-    twice = sorted({*train} & {*splits["val"]})
-    require(not twice, f"{name}: {', '.join(twice)} is a train and a val shard")
-    val = np.concatenate([open_shard(shard.path) for shard in splits["val"].values()])
-    train_tokens = sum([shard.size for shard in train.values()])
-    least = (cfg.val_tokens or cfg.eval_context or cfg.train_seq_len) + 1
-    require(len(val) >= least, f"the val split of {name} has {len(val)} tokens, but {least} are scored")
-    log(f"data: {name} train tokens:{train_tokens} in {len(train)} shards, val tokens:{len(val)}")
-    # 2. the tokenizer
-    tokenizer, vocab_size, bos, digest = open_tokenizer(cfg, manifest, folder)
-    sha256 |= digest
-    check_tokens(val, vocab_size, f"the val split of {name}")
-    # 3. no document is in both splits
-    hashes = manifest.get("document_hashes")
-    if hashes:
-        listed_hashes = np.fromfile(folder / hashes["path"], "<u8")
-        of_val, of_train = np.split(listed_hashes, [hashes["val"]])
-        both = len(np.intersect1d(of_val, of_train))
-        require(not both, f"{both} documents of {name} are in train and in val: prepare it again")
-    else:
-        refuse_val_in_train(train, val, bos, name)
-    # 4. the bytes that val_bpb divides by, the fingerprint
+                      f"({brief(error)}): ./run.sh data") from None
+    known = tokenizer.vocab_size() if tokenizer else made_by.get("vocab_size", 0)
+    bos = tokenizer.bos_id() if tokenizer else made_by.get("bos_id", 50256)
+    vocab_size = cfg.vocab_size or known
+    stated = made_by.get("vocab_size", known)
+    require(stated == known <= vocab_size < (known or vocab_size) + 64,
+            f"vocab_size={cfg.vocab_size} does not fit {folder.name}, made with {stated} tokens, or its "
+            f"tokenizer with {known}: set VOCAB_SIZE, at most 63 above, or TOKENIZER_PATH")
+    require(cfg.val_tokens <= len(val) > 1,
+            f"val_tokens={cfg.val_tokens}, but {folder.name} has {len(val)} val tokens")
+    require(val.max() < vocab_size, f"val holds token {val.max()}, but vocab_size is {vocab_size}")
+    # a look at each shard; ./run.sh looks at the whole
+    sampled = hashlib.sha256()
+    for shard in train:
+        sample = open_shard(shard.path)[np.linspace(0, shard.size - 1, 2048).astype(int)]
+        require(sample.max() < vocab_size,
+                f"shard {shard.path.name} holds token {sample.max()}, but vocab_size is {vocab_size}")
+        require(2 * np.bincount(sample).max() <= len(sample),
+                f"more than half of shard {shard.path.name} is one token, so it is damaged: ./run.sh data")
+        sampled.update(sample.tobytes())
     val_bytes = manifest.get("val_bytes")
-    if tokenizer:
-        require(val_bytes or tokenizer.unk_id() not in val,
-                f"{name}: val has unknown text, so the manifest must state val_bytes")
-        decoded = decoded_bytes(tokenizer, val, bos)
-        val_bytes = decoded if val_bytes is None else val_bytes
-        require(val_bytes == decoded or not (manifest.get("tokenizer") or {}).get("lossless"),
-                f"{name}: the manifest says {val_bytes!r} val bytes, the tokens {decoded}: prepare it again")
-        log(f"data: val_bytes:{val_bytes}")
-    elif val_bytes is None:
-        log("data: no tokenizer, so val_bpb is null")
-    require(val_bytes is None or type(val_bytes) is int and val_bytes > 0, f"{name}: val_bytes={val_bytes!r}")
-    fingerprint = manifest.get("text_fingerprint")
-    log(f"data: text fingerprint {fingerprint}")
-    if cfg.data_fingerprint not in ("", fingerprint):
-        log(f"data: not the text that {cfg.preset} is scored on (fingerprint {cfg.data_fingerprint})")
-    about = dict(name=name, fingerprint=fingerprint, train_tokens=train_tokens, val_tokens=len(val),
-                 val_bytes=val_bytes, tokenizer=next(iter(digest.values()), None), sha256=sha256)
+    if tokenizer and not val_bytes:
+        require(val.max() < known and tokenizer.unk_id() not in val,
+                f"val of {folder.name} has text unknown to its tokenizer: manifest.json must state val_bytes")
+        val_bytes = decoded_bytes(tokenizer, val, bos)
+    about = dict(
+        name=folder.name, fingerprint=manifest.get("text_fingerprint"), val_bytes=val_bytes, sha256=sha256,
+        train_tokens=sum([shard.size for shard in train]), val_tokens=len(val), sampled=sampled.hexdigest())
+    log(f"data: {folder.name} train tokens:{about['train_tokens']} in {len(train)} shards, "
+        f"val tokens:{len(val)}",
+        f"data: val_bytes:{val_bytes}", f"data: text fingerprint {about['fingerprint']}")
     return Data(train, val, tokenizer, vocab_size, bos, val_bytes, about)
 
-def open_tokenizer(cfg: Config, manifest: dict[str, Any], folder: Path) -> tuple:
-    """(SentencePieceProcessor or None, vocab_size, BOS, {file's name: its digest}). Raises Refused."""
-    made_by = manifest.get("tokenizer") or {}
-    stated = int(made_by.get("vocab_size", 0))
-    bos = int(made_by.get("bos_id", 50256))
-    tokenizer = None
-    digest = {}
-    size = 0
-    path = cfg.tokenizer_path
-    if not path and "path" in made_by:
-        path = str(folder / made_by["path"])
-    if path:
-        import sentencepiece
-        digest = {Path(path).name: file_sha256(path, made_by.get("sha256"))}
-        tokenizer = sentencepiece.SentencePieceProcessor(model_file=path)
-        size = tokenizer.vocab_size()
-        bos = tokenizer.bos_id()
-    sizes = {stated, size} - {0}
-    known = max(sizes, default=cfg.vocab_size)
-    vocab_size = cfg.vocab_size or known
-    require(len(sizes) < 2 and 0 < known <= vocab_size < known + 64 < 1e5,
-            f"vocab_size={cfg.vocab_size} does not fit {folder.name} (manifest {stated}, tokenizer {size}): "
-            "set VOCAB_SIZE, at most 63 above theirs, or TOKENIZER_PATH")
-    return tokenizer, vocab_size, bos, digest
-
-# What may differ between the data a file was trained on and the data here: {key of identity(): in words}
-DATA_WORDS = dict(fingerprint="text", train_tokens="number of train tokens", tokenizer="tokenizer",
-                  val="validation text")
-
-def check_identity(file: str, told: dict | None, cfg: Config, data: Data, log: Logger) -> None:
-    """Compares the data with those that a checkpoint or model was trained on. Raises Refused if they differ,
-    unless other_data says that they may. A model is scored on val alone."""
-    if not told:
-        log(f"{file} is older than the digests of data: its text and tokenizer are not compared")
-        return
-    here = data.identity()
-    compared = ("tokenizer", "val") if cfg.eval_from else [*DATA_WORDS]
-    other = [DATA_WORDS[name] for name in compared if told[name] != here[name]]
-    why = f"{file} was trained on {told['name']}; {here['name']} here has another {', '.join(other)}"
-    require(not other or cfg.other_data, f"{why}: set DATA_PATH (and TOKENIZER_PATH) to what it was trained "
-            "on, or OTHER_DATA=1 to use this anyway")
-    if other:
-        log(f"warning: {why}")
+def check_same_data(file: str, told: dict, cfg: Config, data: Data) -> None:
+    """Raises Refused if a checkpoint or model was trained on other data, unless other_data says that it may.
+    A model is scored on val alone."""
+    compared = ("sha256",) if cfg.eval_from else ("sha256", "fingerprint", "train_tokens", "sampled")
+    other = [name for name in compared if told.get(name) != data.about[name]]
+    require(not other or cfg.other_data,
+            f"{file} was trained on {told.get('name')}, whose {', '.join(other)} is not that of "
+            f"{data.about['name']}: set DATA_PATH (and TOKENIZER_PATH) to what it was trained on, or "
+            "OTHER_DATA=1 to use this anyway")
 
 class Packer(ABC):
     """How training rows are made of the stream of all shards. A position says where the next step begins and
@@ -1574,7 +1182,7 @@ class Packer(ABC):
 
 class Rows(Packer):
     """The stream cut every T tokens; with shuffle, in one random order. The position counts rows."""
-    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
+    def __init__(self, cfg: Any, data: Data, loader: "Loader"):
         super().__init__(cfg, data, loader)
         rows = loader.rows
         self.order = np.random.default_rng(0).permutation(rows) if cfg.shuffle else range(rows)
@@ -1583,13 +1191,14 @@ class Rows(Packer):
         places = range(position, position + n)
         return [[(int(self.order[place % len(self.order)]) * T, T + 1)] for place in places], position + n
 
-class Spans(Packer):
-    """A step reads consecutive spans of the stream, which run on across shards and start over at its end. A
-    span holds one token more than it trains on; its rows overlap by one token. The position is in tokens."""
+class Spans:
+    """Rows of a step are cut from consecutive spans of the stream, which run on across shards and start over
+    at its end. A span holds one token more than it trains on; its rows overlap by one token."""
     SPANS = 8  # per step, at most: one for each rank of the public script
-    any_length = True
 
     def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
+        """Plans a step of n rows, each of T tokens and a last target, that begins at this token of the stream
+        -> (each row's pieces [(start, length)], the position after the step)."""
         spans = math.gcd(self.SPANS, n)
         rows_per_span = n // spans
         span_tokens = rows_per_span * T + 1  # the last one is only a target
@@ -1599,9 +1208,13 @@ class Spans(Packer):
             rows += [[(begin + row * T, T + 1)] for row in range(rows_per_span)]
         return rows, position + spans * span_tokens
 
+class StageSpans(Spans, Packer):
+    """Spans for a recipe with stages."""
+    any_length = True
+
 class DocumentIndex:
     """Start, length and shard of every document, in reading order. longest: tokens at which they are cut."""
-    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
+    def __init__(self, cfg: Any, data: Data, loader: "Loader"):
         bos = cfg.bos_id or data.bos
         self.longest = cfg.document_limit() or loader.total
         starts = []
@@ -1643,54 +1256,33 @@ class RankRows(Packer):
 class Loader:
     """Batches of training rows. The recipe's packer plans the rows of a step, which the ranks share; a thread
     prefetches one step, which is discarded when the stage changes. `position` is the whole state."""
-    MOST_FILES = 256  # open at a time
-
-    def __init__(self, cfg: Config, data: Data, team: "Team", log: Logger = print):
+    def __init__(self, cfg: Any, data: Data, team: "Team", log: Logger = print):
         self.T = cfg.train_seq_len
         self.team = team
         self.position = 0
+        self.most_tokens = math.inf  # that training may read
         self.ahead = {}  # {what a step asks for: the job that reads it}
         self.thread = ThreadPoolExecutor(1)
         self.vocab_size = data.vocab_size
-        self.names = [*data.train]
-        self.shards = [*data.train.values()]
-        # path -> open file; at most MOST_FILES stay open, since an evicted file is closed
-        self.file = lru_cache(self.MOST_FILES)(partial(open, mode="rb"))
-        for shard in self.shards[:self.MOST_FILES]:
-            self.file(shard.path)
-        self.edges = np.cumsum([0, *[shard.size for shard in self.shards]])
+        self.shards = data.train
+        self.tokens = [open_shard(shard.path) for shard in data.train]
+        self.edges = np.cumsum([0, *[shard.size for shard in data.train]])
         self.total = int(self.edges[-1])
         self.rows = (self.total - 1) // self.T
         require(self.rows > 0, f"the train tokens do not fill a row of {self.T}")
-        self.packer = cfg.packers[cfg.packing](cfg, data, self)
-        held = self.packer.held_tokens
-        needed = planned_tokens(cfg)
-        enough = needed <= cfg.max_epochs * held or not cfg.max_epochs or cfg.max_wallclock_seconds
-        require(enough or cfg.eval_from,
-                f"{needed} train tokens are needed, max_epochs={cfg.max_epochs} of {held} allowed", Missing)
-
-    def check(self) -> None:
-        """Reads every shard, before the clock. Raises Refused for tokens beyond the vocabulary."""
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(self.check_shard, self.names, self.shards))
-
-    def check_shard(self, name: str, shard: Shard) -> None:
-        """Raises Refused for tokens beyond the vocabulary."""
-        check_tokens(open_shard(shard.path), self.vocab_size, f"shard {name}")
+        self.packer = cfg.packer(data, self)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens of the endless stream, int64. Uses pread: reading a memory-mapped shard that
-        somebody has truncated would kill the run."""
+        """`count` tokens of the endless stream, int64."""
         start %= self.total
         i = int(np.searchsorted(self.edges, start, "right")) - 1
-        here = min(count, int(self.edges[i + 1]) - start)
-        raw = os.pread(self.file(self.shards[i].path).fileno(), 2 * here,
-                       1024 + 2 * int(start - self.edges[i]))
-        require(len(raw) == 2 * here, f"shard {self.names[i]} cannot be read to its end")
-        part = np.frombuffer(raw, "<u2").astype(np.int64)
-        if here == count:
+        first = start - self.edges[i]
+        part = self.tokens[i][first:first + count].astype(np.int64)
+        require(part.max() < self.vocab_size, f"shard {self.shards[i].path.name} holds token {part.max()}, "
+                f"but vocab_size is {self.vocab_size}")
+        if len(part) == count:
             return part
-        return np.concatenate([part, self.read(start + here, count - here)])
+        return np.concatenate([part, self.read(start + len(part), count - len(part))])
 
     def fetch(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[Tensor, int]:
         """(this rank's rows of a step of n, (rows, T + 1), and the position after the step)"""
@@ -1707,10 +1299,10 @@ class Loader:
         key = self.position, batch_tokens // T, T, doc_len
         job = self.ahead.pop(key, None) or self.thread.submit(self.fetch, *key)
         rows, self.position = job.result()
-        if self.team.on_gpu:  # pinned, or the host would wait for the device
-            rows = rows.pin_memory().to(self.team.device, non_blocking=True)
         after = self.position, *key[1:]
         self.ahead = {after: self.thread.submit(self.fetch, *after)}
+        if self.team.on_gpu:  # pinned, or the host would wait for the device
+            rows = rows.pin_memory().to(self.team.device, non_blocking=True)
         # clone(): contiguous() would keep the strides of a single row, which costs one more compilation
         tokens = rows[:, :-1].clone(memory_format=torch.contiguous_format)
         targets = rows[:, 1:].clone(memory_format=torch.contiguous_format)
@@ -1735,45 +1327,6 @@ class Score(NamedTuple):
 def compile_once(function: Callable[..., Any], dynamic: bool = False) -> Callable:
     return torch.compile(function, dynamic=dynamic, fullgraph=True)
 
-@torch.no_grad()
-def score_rows(model: Model, cfg: Config, rows: list, team: "Team", score: Callable[..., Tensor],
-               stage: Stage | None = None, compiled: bool = False) -> Iterator[tuple[int, Tensor]]:
-    """rows: [(ids, first)], with targets ids[first:]. Yields (a row's index, the scores of its targets), in
-    batches of similar length, longest first. score: score_targets(), or a function of the same arguments.
-    stage: the one whose windows and loops apply; None: those of evaluation. compiled: pads all batches to
-    the shape of the largest one."""
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
-    tokens = cfg.val_batch_size if team.on_gpu else min(cfg.val_batch_size, CPU_SCORE_TOKENS)
-    hidden = model.hidden
-    context = None
-    if compiled:
-        hidden = model.compiled_hidden()
-        score = compile_once(score, dynamic=True)
-    while order:
-        # 1. The longest rows left, padded with zeros.
-        if not (compiled and context):
-            T = len(rows[order[-1]][0]) - 1
-            dtype = team.dtype if team.on_gpu else torch.float32
-            context = model.context(T, team.device, dtype, stage)
-        size = max(1, tokens // T)
-        here = order[-size:]
-        order = order[:-size]
-        ids = np.zeros((size if compiled else len(here), T + 1), np.int64)
-        wanted = np.zeros(ids[:, 1:].shape, bool)  # wanted[i, t]: is ids[i, t + 1] a target?
-        for i, number in enumerate(here):
-            row, first = rows[number]
-            ids[i, :len(row)] = row
-            wanted[i, first - 1:len(row) - 1] = True
-        # 2. Their activations; those before a target are scored.
-        targets = torch.from_numpy(ids[:, 1:][wanted]).to(team.device)
-        places = torch.from_numpy(np.flatnonzero(wanted)).to(team.device)
-        x = hidden(torch.from_numpy(ids[:, :-1].copy()).to(team.device), context).flatten(0, 1)[places]
-        at_once = MAX_SCORES // cfg.vocab_size
-        parts = zip(x.split(at_once), targets.split(at_once))
-        scores = [score(model, part, its_targets) for part, its_targets in parts]
-        counts = [len(rows[i][0]) - rows[i][1] for i in here]
-        yield from zip(here, torch.cat(scores).cpu().split(counts))
-
 def score_targets(model: Model, x: Tensor, targets: Tensor) -> Tensor:
     """Last activations (n, C), targets (n,) -> their nats in fp64 (n,)."""
     scores = F.log_softmax(model.logits(x), -1)  # as in log_probs
@@ -1791,7 +1344,7 @@ def evaluate(model: Model, cfg: Config, data: Data, team: "Team", stage: Stage |
         return Score(val_loss, None, None)
     return Score(val_loss, total / math.log(2) / data.val_bytes, without_bos / math.log(2) / data.val_bytes)
 
-def loss_name(cfg: Config) -> str:
+def loss_name(cfg: Any) -> str:
     """val_loss for all of val or as much as the preset scores; else val_loss_partial."""
     return "val_loss" if cfg.val_tokens in (0, preset_config(cfg.preset).val_tokens) else "val_loss_partial"
 
@@ -1800,7 +1353,7 @@ def score_text(cfg: Config, score: Score, digits: int = 4) -> str:
     bpb = "" if score.val_bpb is None else f" val_bpb:{score.val_bpb:.{digits}f}"
     return f"{loss_name(cfg)}:{score.val_loss:.{digits}f}{bpb}"
 
-def evaluation_rows(cfg: Config, count: int, stride: int) -> list[tuple]:
+def evaluation_rows(cfg: Any, count: int, stride: int) -> list[tuple]:
     """How `count` tokens are scored: [(low, first, last)], rows that read tokens low to last and score tokens
     first to last. The first row scores all its targets, the others `stride` each (0: eval_context)."""
     context = cfg.eval_context or cfg.train_seq_len
@@ -1813,43 +1366,46 @@ def evaluation_rows(cfg: Config, count: int, stride: int) -> list[tuple]:
         size = min(stride or context, context)
     return rows
 
-def score_share(nats: np.ndarray, rows: list, model: Model, cfg: Config, tokens: np.ndarray, team: "Team",
-                stage: Stage | None = None, compiled: bool = False) -> None:
-    """Scores this rank's share of evaluation_rows() and writes the nats into `nats`."""
-    mine = rows[team.rank::team.world_size]
-    asked = [(tokens[low:last + 1], first - low) for low, first, last in mine]
-    for i, found in score_rows(model, cfg, asked, team, score_targets, stage, compiled):
-        _, first, last = mine[i]
-        nats[first:last + 1] = found
-
-def plain_nats(model: Model, cfg: Config, tokens: np.ndarray, team: "Team",
-               stage: Stage | None = None) -> np.ndarray:
+@torch.no_grad()
+def plain_nats(model: Model, cfg: Config, tokens: np.ndarray, team: "Team", stage: Stage | None = None,
+               rows: list[tuple] | None = None) -> np.ndarray:
     """Nats of each token given those before it in rows of eval_context tokens, fp64 (len(tokens),). A row
     scores its last eval_stride tokens, the first row all; the first token and other ranks' targets have 0.
-    stage: see score_rows()."""
+    stage: the one whose windows and loops apply; None: those of evaluation. rows: some evaluation_rows()."""
     nats = np.zeros(len(tokens))
-    rows = evaluation_rows(cfg, len(tokens), cfg.eval_stride)
-    score_share(nats, rows, model, cfg, tokens, team, stage, compiled=team.on_gpu and cfg.compile)
+    rows = rows or evaluation_rows(cfg, len(tokens), cfg.eval_stride)
+    T = max([last - low for low, _, last in rows])
+    batch = cfg.val_batch_size if team.on_gpu else min(cfg.val_batch_size, CPU_SCORE_TOKENS)
+    size = max(1, batch // T)
+    mine = rows[team.rank::team.world_size]
+    context = model.context(T, team.device, team.dtype if team.on_gpu else torch.float32, stage)
+    hidden = model.hidden
+    score = score_targets
+    if team.on_gpu and cfg.compile:
+        hidden = model.compiled_hidden()
+        score = compile_once(score_targets, dynamic=True)
+    for n in range(0, len(mine), size):
+        here = mine[n:n + size]
+        ids = np.zeros((size, T + 1), np.int64)  # padded, so that all batches have one shape
+        scored = np.zeros((size, T), bool)  # scored[i, t]: is ids[i, t + 1] a target?
+        for i, (low, first, last) in enumerate(here):
+            ids[i, :last + 1 - low] = tokens[low:last + 1]
+            scored[i, first - 1 - low:last - low] = True
+        places = torch.from_numpy(np.flatnonzero(scored)).to(team.device)
+        targets = torch.from_numpy(ids[:, 1:][scored]).to(team.device)
+        x = hidden(torch.from_numpy(ids[:, :-1].copy()).to(team.device), context).flatten(0, 1)[places]
+        at_once = MAX_SCORES // cfg.vocab_size
+        parts = zip(x.split(at_once), targets.split(at_once))
+        found = [score(model, part, its_targets) for part, its_targets in parts]
+        where = np.concatenate([np.arange(first, last + 1) for _, first, last in here])
+        nats[where] = torch.cat(found).cpu()
     return nats
-
-# Part of the peak FLOP/s that scoring reaches
-SCORING_PART = 0.15  # by golf_plus's rows on a GPU (an estimate)
-
-def sliding_flops(cfg: Any, count: int) -> float:
-    """FLOPs of sliding_score() for `count` tokens."""
-    context = cfg.eval_context or cfg.train_seq_len
-    stride = min(cfg.eval_sliding, context)
-    rows = 1 + math.ceil(max(0, count - context) / stride)
-    return flops_per_token(cfg) * rows * context / 3
 
 def sliding_score(model: Model, cfg: Any, data: Data, team: "Team", log: Logger) -> dict:
     """A score of the same text under a name of its own: rows of eval_context tokens that start eval_sliding
     apart each score as many. Returns {val_loss_sliding, val_bpb_sliding, eval_sliding_ms}, or nothing if the
     loss is not finite."""
-    flops = SCORING_PART * H100_FLOPS if team.on_gpu else CPU_FLOPS * torch.get_num_threads()
-    seconds = sliding_flops(cfg, cfg.val_tokens or len(data.val)) / flops / team.world_size
     log("evaluating sliding")
-    log(f"sliding: about {seconds:.0f} s (estimate)")
     start = time.perf_counter()
     loss, bpb, _ = evaluate(model, replace(cfg, eval_stride=cfg.eval_sliding), data, team)
     if not math.isfinite(loss):
@@ -1866,14 +1422,11 @@ CLIP_PERCENTILE = 99.99984  # percentile of a row's magnitudes; larger ones are 
 MIN_SCALE = 2**-24  # the smallest fp16 number
 
 def decompress(packed: bytes) -> bytes:
-    """Undoes compress() of whichever recipe packed it. Raises ValueError and others."""
+    """Undoes the compression of whichever recipe packed it. Raises ValueError and others."""
     for recipe in RECIPES.values():
         with suppress(zlib.error):
             return recipe.decompress(packed)
     raise ValueError("cut short, or compressed in another way")
-
-def artifact_name(cfg: Config) -> str:
-    return f"final_model.{cfg.codec()[:4]}.ptz"
 
 def quantize_by_maximum(w: Tensor, levels: float, floor: float) -> tuple[Tensor, Tensor]:
     """w (R, C) -> int8 (R, C), clipped to +-levels, and fp16 scales (R,). A row's scale is its
@@ -1883,98 +1436,79 @@ def quantize_by_maximum(w: Tensor, levels: float, floor: float) -> tuple[Tensor,
     rows = (w / scale[:, None]).round().clamp(-levels, levels)
     return rows.to(torch.int8), scale.half()
 
-def packed_tensors(w: Tensor, row: Row, cfg: Config, numbers: int, hessian: Tensor | None = None,
-                   coarser: float = 1.0) -> dict[str, Tensor]:
+def packed_tensors(w: Tensor, row: Row, cfg: Any, numbers: int, **options: Any) -> dict[str, Tensor]:
     """What the artifact stores for w, {suffix of its name: tensor}. By row.precision: int8 rows and their
     scales (a small parameter: fp16), fp16 or fp32. w: a parameter or some of its rows. numbers: how many the
-    whole parameter has. row: its row of the parameter table. coarser: factor on the rounding steps."""
+    whole parameter has. options: of cfg.quantize()."""
     if row.precision == "fp32":
         return {"": w}
     if row.precision == "fp16" or numbers <= cfg.artifact_keep:
         return {"": w.half()}
-    rows, scales = cfg.quantize(row, w, coarser, hessian)
+    rows, scales = cfg.quantize(row, w, **options)
     return {".int8": rows, ".scale": scales}
 
-def pack_artifact(model: Model, coarser: float = 1.0) -> bytes:
-    """The artifact: packed_tensors() of each parameter, the state and the constants of the model. Raises
-    Refused for weights that are too large."""
-    cfg = model.cfg
-    table = cfg.parameter_table()
-    tensors = {}
+def pack_artifact(model: Model, options: Callable[[str], dict] = lambda name: {}) -> bytes:
+    """The artifact before its compression: packed_tensors() of each parameter, the state and the constants of
+    the model. options: of cfg.quantize(), for a parameter's name. Raises Refused for weights that are too
+    large."""
+    table = model.cfg.parameter_table()
+    tensors = model.state()
     for name, p in model.named_parameters():
         w = p.detach().cpu()
-        parts = packed_tensors(w, table[kind_of(name)], cfg, w.numel(), model.hessians.get(name), coarser)
+        parts = packed_tensors(w, table[kind_of(name)], model.cfg, w.numel(), **options(name))
         tensors |= {name + end: part for end, part in parts.items()}
-    tensors |= model.state()
     require(all([t.isfinite().all() for t in tensors.values()]),
             "the weights outgrew the artifact's fp16: lower the learning rates")
     tensors = dict(sorted(tensors.items(), key=lambda pair: pair[1].element_size()))  # compresses better
-    return cfg.compress(to_bytes(cfg, tensors, model.trained_on))
-
-def fitting_artifact(model: Model, most: int, log: Logger) -> bytes:
-    """pack_artifact() fitted into `most` bytes (0: no limit) by rounding steps up to 4 times as wide. If even
-    that is too big, the steps stay as they were. It needs no training data, so it takes no training time."""
-    packed = pack_artifact(model)
-    coarser = 1.0
-    smaller = packed
-    while most and len(smaller) > most and coarser < 4:
-        coarser = min(4, model.cfg.wider_steps(model, coarser, len(smaller), most))
-        smaller = pack_artifact(model, coarser)
-    if coarser == 1 or len(smaller) > most:
-        return packed
-    log(f"artifact: {len(packed) - most} bytes over the limit; steps {coarser:.4f} times as wide fit")
-    return smaller
-
-def stored(model: Model) -> dict[str, Tensor]:
-    """{name: tensor on the CPU} of what files hold of a model."""
-    return {name: p.detach().cpu() for name, p in model.named_parameters()} | model.state()
-
-def to_payload(cfg: Config, tensors: dict[str, Tensor], data: dict | None = None) -> dict:
-    """The dictionary that load_model reads, for torch.save. Tensors are copied, because saving a view would
-    write its whole buffer. data: what the model was trained on, if known."""
-    tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-    # asdict() copies tuples. torch.save writes one that two constants share only once, but after a resume
-    # they no longer share it, so the same model would have other bytes.
-    shape = {name: value for name, value in asdict(cfg).items() if name in cfg.model_fields()}
-    return dict(shape=shape, tensors=tensors, data=data)
-
-def to_bytes(cfg: Config, tensors: dict[str, Tensor], data: dict | None = None) -> bytes:
     buffer = io.BytesIO()  # given a path, torch would write the file's name into it
-    torch.save(to_payload(cfg, tensors, data), buffer)
+    torch.save(to_payload(model, tensors), buffer)
     return buffer.getvalue()
 
-def read_zip(raw: bytes) -> dict:
-    """What torch.save wrote, with its checksums checked, which torch does not do. Raises ValueError and
-    others."""
-    require(not zipfile.ZipFile(io.BytesIO(raw)).testzip(), "a checksum is wrong", ValueError)
-    return torch.load(io.BytesIO(raw), "cpu", weights_only=True)
+def to_payload(model: Model, tensors: dict[str, Tensor]) -> dict:
+    """The dictionary that load_model reads. Tensors are copied: saving a view would write its whole
+    buffer."""
+    # asdict() copies tuples. torch.save writes one that two constants share only once, but after a resume
+    # they no longer share it, so the same model would have other bytes.
+    constants = asdict(model.cfg)
+    shape = {f.name: constants[f.name] for f in fields(model.cfg) if f.metadata["model"]}
+    tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
+    return dict(shape=shape, tensors=tensors, data=model.trained_on)
 
-def load_model(path: Path | str, device: torch.device | str = "cpu",
-               base: Config | None = None) -> tuple[Model, Config]:
-    """An artifact, final_model.pt or checkpoint.pt -> the model, ready for log_probs, and its Config: base,
-    or the defaults, except for what the file says. Raises Refused."""
+def read_file(path: Path) -> dict:
+    """What torch.save wrote, with its checksums checked, which torch does not do. Raises Refused."""
     try:
-        raw = Path(path).read_bytes()
+        raw = path.read_bytes()
         if raw[:2] != b"PK":
             raw = decompress(raw)
-        payload = read_zip(raw)
-        tensors = payload["tensors"]
-        cfg = recipe_of(payload["shape"]["preset"]).of_file(payload["shape"], base)
-        check_config(cfg)
-        model = cfg.make_model(Kernels())
-        model.trained_on = payload.get("data")
-        for name, p in model.named_parameters():
-            if name + ".int8" in tensors:
-                w = tensors.pop(name + ".int8").float() * tensors.pop(name + ".scale")[:, None]
-            else:
-                w = tensors.pop(name)
-            require(w.shape == p.shape and w.isfinite().all(), f"{name} has another shape or is not finite")
-            p.data.copy_(w)
-        model.to(device)
-        model.load_state(tensors)
-        require(not tensors, f"unknown {list(tensors)[:1]}")
+        require(not zipfile.ZipFile(io.BytesIO(raw)).testzip(), "a checksum is wrong", ValueError)
+        return torch.load(io.BytesIO(raw), "cpu", weights_only=True)
     except Exception as error:  # a damaged file may raise anything
-        raise Refused(f"{Path(path).name} is damaged or not from this trainer ({brief(error)})") from None
+        raise Refused(f"{path.name} is damaged or not from this trainer ({brief(error)})") from None
+
+def load_model(path: Path | str, device: torch.device | str = "cpu",
+               base: Any = None) -> tuple[Model, Config]:
+    """An artifact, final_model.pt or checkpoint.pt -> the model, ready for log_probs, and its Config: base,
+    or the defaults, except for what the file says. Raises Refused."""
+    payload = read_file(Path(path))
+    require({"shape", "tensors"} <= {*payload}, f"{Path(path).name} holds no model")
+    shape = payload["shape"]
+    tensors = payload["tensors"]
+    recipe = recipe_of(shape["preset"])
+    if not isinstance(base, recipe):
+        base = recipe()
+    unknown = {*shape} - {f.name for f in fields(recipe)}
+    require(not unknown, f"{Path(path).name}: {shape['preset']} here has no {', '.join(unknown)}")
+    # one row per step, because the file's row length may not divide any other batch
+    cfg = replace(base, **shape, train_batch_tokens=shape["train_seq_len"])
+    model = cfg.make_model(Kernels())
+    model.trained_on = payload.get("data")
+    for name, p in model.named_parameters():
+        scale = tensors.pop(f"{name}.scale", None)
+        w = tensors.pop(name if scale is None else f"{name}.int8", torch.empty(0))
+        require(w.shape == p.shape, f"{Path(path).name} has no {name} of shape {(*p.shape,)}")
+        p.data.copy_(w if scale is None else w.float() * scale[:, None])
+    model.to(device).load_state(tensors)
+    require(not tensors, f"{Path(path).name} has unknown tensors {list(tensors)[:1]}")
     return model.eval(), cfg
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
@@ -1985,268 +1519,68 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)  # leaves room for the log if the disk is full
-        while not isinstance(error, OSError) and error.__context__:
-            error = error.__context__  # torch raises its own error on top of the disk's
-        raise error
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # a full disk needs room for the log
+        raise
     os.replace(temporary, path)
 
-def write_model(model: Model, folder: Path, code: int, log: Logger) -> dict:
-    """Writes final_model.pt and, if it is scored, the artifact -> their sizes. code: bytes of
-    train_gpt.py."""
-    cfg = model.cfg
-    limit = cfg.artifact_bytes_limit
-    kind = "fp32"
-    path = folder / "final_model.pt"
-    write_atomically(path, partial(torch.save, to_payload(cfg, stored(model), model.trained_on)))
-    if cfg.score_artifact:
-        kind = cfg.codec()
-        most = limit and max(1, limit - code)
-        packed = fitting_artifact(model, most, log)
-        path = folder / artifact_name(cfg)
-        write_atomically(path, lambda file: file.write(packed))
-    size = path.stat().st_size
-    total = size + code
-    log(f"Serialized model {kind}: {size} bytes ({sum([p.numel() for p in model.parameters()])} weights)",
-        f"Code size: {code} bytes", f"Total submission size {kind}: {total} bytes")
-    if limit:
-        over = f"OVER by {total - limit}" if total > limit else "within it"
-        log(f"artifact_bytes_limit: {limit} bytes, {over}")
-    return dict(bytes_model=size, bytes_total=total, artifact_within_limit=not limit or total <= limit)
-
 # ---------- 10 checkpoints
-# A checkpoint is a dictionary written by torch.save: config, code_sha256, shape, tensors and data as
-# load_model reads them, state (the optimizer's of all ranks), progress (TrainState and where loader and
-# generator stand). A thread writes it to checkpoint.pt while training goes on; the one before stays as
-# checkpoint_prev.pt.
-CHECKPOINTS = ("checkpoint.pt", "checkpoint_prev.pt")
-RUN_KEY = "train_gpt's run_id"  # in the store of torchrun's agent
-WRITE_SECONDS = 20  # time for a checkpoint to reach the disk when its run fails; torchrun kills after 30
+# A checkpoint is a dictionary written by torch.save: config and code_sha256; shape, tensors and data as
+# load_model reads them; state (the optimizer's, of all ranks); progress (TrainState and where loader
+# and generator stand). Every rank reads the file, so several nodes need a shared folder.
 # Constants that may change on RESUME; all others stay as the run began.
-RESUME_FREE = ("resume", "run_id", "dry_run", "device", "data_path", "tokenizer_path", "other_data",
-               "core_bundle", "save_every", "save_every_seconds", "device_batch_size")
+RESUME_FREE = ("resume", "run_id", "device", "data_path", "tokenizer_path", "other_data", "core_bundle",
+               "save_every", "save_every_seconds", "device_batch_size")
 
-def write_checkpoint(folder: Path, payload: dict[str, Any]) -> None:
-    """At any moment there is a whole checkpoint under one of the two names. Raises OSError."""
-    newest, previous = [folder / name for name in CHECKPOINTS]
-    write_atomically(folder / "checkpoint_new.pt", partial(torch.save, payload))
-    if newest.exists():
-        os.replace(newest, previous)
-    os.replace(folder / "checkpoint_new.pt", newest)
+def save_checkpoint(run: "Run") -> None:
+    """Writes logs/<run_id>/checkpoint.pt, off the clock. All ranks call it together. Raises Refused for what
+    is not finite."""
+    state = run.state
+    payload = to_payload(run.model, run.optimizer.weights() | run.model.state())
+    payload["state"] = run.optimizer.state()
+    if run.team.rank == 0:
+        for name, tensor in (payload["tensors"] | payload["state"]).items():
+            require(tensor.isfinite().all(),
+                    f"{name} is not finite at step {state.step}: lower the learning rates")
+        payload |= dict(config=asdict(run.asked), code_sha256=script_sha256())
+        payload["progress"] = asdict(state) | dict(
+            position=run.loader.position, updates=run.optimizer.step_count, started=run.started,
+            random=torch.get_rng_state())
+        write_atomically(run.folder / "checkpoint.pt", partial(torch.save, payload))
+        run.log(kind="checkpoint", step=state.step)
+    run.saved = replace(state)
 
-def read_checkpoint(folder: Path) -> tuple[dict | None, list[str]]:
-    """The newest whole checkpoint, if there is one, and a sentence for each newer one that is damaged."""
-    damaged = []
-    for name in CHECKPOINTS:
-        if not (folder / name).exists():
-            continue
-        try:
-            payload = read_zip((folder / name).read_bytes())
-            if payload["code_sha256"] == script_sha256():  # another script may have other constants
-                check_config(config_of(payload))
-            return payload, damaged
-        except Exception as error:  # a damaged file may raise anything
-            damaged.append(f"{name} is damaged ({type(error).__name__})")
-    return None, damaged
+def read_checkpoint(preset: str, given: dict[str, Any]) -> tuple[Any, dict]:
+    """(Config of the run that given["resume"] names, its checkpoint). given: what was typed with RESUME; it
+    may only repeat what the run began with, but for RESUME_FREE. Raises Refused."""
+    run_id = given["resume"]
+    path = Path("logs", run_id, "checkpoint.pt")
+    require(path.exists(), f"resume={run_id!r}: there is no {path}")
+    checkpoint = read_file(path)
+    require(checkpoint["code_sha256"] == script_sha256(),
+            f"train_gpt.py is not what {run_id} began with: put {path.parent}/train_gpt.py here")
+    saved = recipe_of(checkpoint["config"]["preset"])(**checkpoint["config"])
+    if preset != next(iter(RECIPES)):
+        given = given | dict(preset=preset)
+    for name, value in given.items():
+        there = getattr(saved, name, "nothing")
+        require(name in RESUME_FREE or value == there,
+                f"{name}={show(value)}, but {run_id} began with {show(there)}")
+    free = {name: value for name, value in given.items() if name in RESUME_FREE and hasattr(saved, name)}
+    return replace(saved, **free | dict(run_id=run_id)), checkpoint
 
-def config_of(payload: dict[str, Any]) -> Config:
-    """The Config of a checkpoint. Raises Refused, TypeError."""
-    return recipe_of(payload["config"]["preset"])(**payload["config"])
-
-def find_checkpoint(cfg: Config, log: Logger) -> dict | None:
-    """On rank 0: the newest whole checkpoint of run cfg.resume, checked against what was given with RESUME;
-    None if that run has finished. Raises Refused."""
-    run_id = cfg.resume
-    folder = Path("logs", run_id)
-    require(folder.is_dir(), f"resume={run_id!r}: there is no {folder}")
-    if (folder / "result.json").exists():
-        log(f"{run_id} has finished: its scores are in {folder}/result.json")
-        return None
-    payload, damaged = read_checkpoint(folder)
-    nothing = f"resume={run_id!r}: {folder} has no intact checkpoint; start a new run"
-    require(payload, "; ".join([nothing, *damaged]))
-    log(*[f"resume: {sentence}" for sentence in damaged])
-    require(payload["code_sha256"] == script_sha256(),
-            f"train_gpt.py is not what {run_id} began with: put {folder}/train_gpt.py here")
-    saved = config_of(payload)
-    asked = {name: text for name, (_, text) in overrides(cfg).items() if name not in RESUME_FREE}
-    if cfg.preset != default_preset():
-        asked["preset"] = cfg.preset
-    for name, text in asked.items():
-        there = show(vars(saved).get(name, "nothing"))
-        require(text == there, f"{name}={text}, but {run_id} began with {there}")
-    return payload
-
-def resume(cfg: Config, team: "Team", log: Logger, saver: "Saver") -> tuple:
-    """(Config of run cfg.resume, its checkpoint), or (None, None) if it has finished. Only rank 0 needs the
-    file; the others get a checkpoint without tensors. Raises Refused."""
-    payload = None
-    small: Any = None
-    if team.rank == 0:
-        try:
-            saver.hold(Path("logs", cfg.resume))
-            payload = find_checkpoint(cfg, log)
-            if payload:
-                small = {name: payload[name] for name in ("config", "progress", "data")}
-        except Refused as error:
-            small = error
-    small = team.share(small)
-    if not small:
-        return None, None
-    free = {name: getattr(cfg, name) for name in RESUME_FREE if name in overrides(cfg)}
-    saved = replace(config_of(small), **free | dict(resume="", run_id=cfg.resume))
-    check_config(saved)
-    progress = small["progress"]
-    log(f"resume: from step {progress['step']} at train_time:{progress['seconds'] * 1e3:.0f}ms",
-        kind="resume", step=progress["step"], seconds=progress["seconds"])
-    return saved, payload or small
-
-def after_restart(cfg: Config, team: "Team", log: Logger) -> Config:
-    """The Config of this attempt. After a restart by torchrun the run resumes from its checkpoint; if it has
-    none, it starts over in a folder of its own."""
-    if not team.attempt or cfg.resume:
-        return cfg
-    before = ("", False)  # run_id of the previous attempt, and whether it has a checkpoint
-    if team.agent and team.agent.check([RUN_KEY]):
-        run_id = team.agent.get(RUN_KEY).decode()
-        before = (run_id, any([Path("logs", run_id, name).exists() for name in CHECKPOINTS]))
-    run_id, saved = team.share(before)
-    log(f"torchrun: attempt {team.attempt + 1}, from {'the last checkpoint' if saved else 'the beginning'}")
-    if saved:
-        return replace(cfg, resume=run_id)
-    if run_id and cfg.run_id:
-        return replace(cfg, run_id=f"{cfg.run_id}_restart{team.attempt}")
-    return cfg
-
-@torch.no_grad()
-def restore_run(run: "Run", checkpoint: dict[str, Any]) -> "TrainState":
-    """Continues a run, on any number of ranks, from a checkpoint, of which rank 0 has the tensors."""
-    team = run.team
+def restore_run(run: "Run", checkpoint: dict[str, Any]) -> None:
+    """Continues a run, on any number of ranks."""
     progress = checkpoint["progress"]
-    for bank in run.optimizer.banks:
-        values = dict(zip(bank.names, bank.views(torch.zeros_like(bank.data, dtype=torch.float32))))
-        for name, value in values.items():
-            if team.rank == 0:
-                value.copy_(checkpoint["tensors"][name])
-            team.broadcast(value)
-        bank.load(values)
-    run.optimizer.restore(checkpoint.get("state", {}), team)
+    run.optimizer.restore(checkpoint["tensors"], checkpoint["state"])
     run.optimizer.step_count = progress["updates"]
     run.started = progress["started"]
     run.loader.position = progress["position"]
     torch.set_rng_state(progress["random"])
-    return TrainState(**{f.name: progress[f.name] for f in fields(TrainState)})
-
-class Saver:
-    """Makes checkpoints when they are due, or when SIGINT or SIGTERM asks the run to stop."""
-    def __init__(self):
-        self.run = None
-        self.job = None  # writes the last checkpoint
-        self.last_saved = ""
-        self.signals = 0  # came during training; they wait for the end of the step
-        self.in_training = False
-        self.stopping = False
-        self.held = None  # the run's folder, open
-        self.handlers = []
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # USR1: a Slurm job's end is near
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell sets it for `command &`
-                self.handlers.append((number, signal.signal(number, self.on_signal)))
-
-    def on_signal(self, *_) -> None:
-        if not self.in_training:
-            raise KeyboardInterrupt
-        self.signals += 1
-
-    def hold(self, folder: Path) -> None:
-        """Takes a run's folder, if it is there, until this process ends, however that is. Raises Refused if
-        another process has it."""
-        if self.held is not None or not folder.is_dir():
-            return
-        self.held = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Refused(f"{folder} belongs to a run that is still going: stop that or wait for its "
-                          "end") from None
-        except OSError:  # a file system without locks
-            pass
-
-    def begin(self, state: "TrainState") -> None:
-        """Before the first step."""
-        self.thread = ThreadPoolExecutor(1)
-        self.in_training = True
-        self.saved = replace(state)  # as of the last checkpoint
-
-    def due(self, step: int, seconds: float, stop: float, done: str | None) -> bool:
-        """Is a checkpoint due before this step? stop: some rank got a signal. done: why training ends, or
-        None. A run that saves checkpoints also saves a last one when it is done; until then, one that is due
-        waits until no bank holds gradients for a later update."""
-        cfg = self.run.cfg
-        self.in_training = not done
-        self.stopping = bool(stop)
-        by_time = 0 < cfg.save_every_seconds <= seconds - self.saved.seconds
-        by_step = cfg.save_every and step // cfg.save_every > self.saved.step // cfg.save_every
-        at_end = done and (cfg.save_every or cfg.save_every_seconds)
-        scheduled = step > self.saved.step and (by_time or by_step or at_end)
-        between_updates = all([bank.fresh for bank in self.run.optimizer.banks])
-        return bool(stop or scheduled) and (bool(done) or between_updates)
-
-    def save(self, state: "TrainState") -> None:
-        """Called on all ranks together. Copies everything now; on rank 0 a thread writes the file. First
-        raises any error from the previous checkpoint. If a signal asked for this one, raises
-        KeyboardInterrupt once it is written."""
-        run = self.run
-        team = run.team
-        self.wait()
-        payload = to_payload(run.cfg, run.optimizer.weights(), run.model.trained_on)
-        payload["state"] = run.optimizer.state()
-        self.saved = replace(state, laps=state.laps[-100:])
-        if team.rank == 0:
-            payload["progress"] = asdict(self.saved) | dict(
-                position=run.loader.position, updates=run.optimizer.step_count, started=run.started,
-                random=torch.get_rng_state())
-            payload |= dict(config=asdict(run.asked), code_sha256=script_sha256())
-            self.job = self.thread.submit(self.write, payload)
-        if self.stopping:
-            self.wait()
-        team.share(None)  # the other ranks wait for rank 0 here, where the long timeout applies
-        if self.stopping:
-            raise KeyboardInterrupt(f"RESUME={run.cfg.run_id}")
-
-    def write(self, payload: dict[str, Any]) -> None:
-        """Writes a checkpoint, in the thread. Raises Refused for what is not finite."""
-        step = payload["progress"]["step"]
-        payload["tensors"] |= self.run.model.state()
-        for name, tensor in (payload["tensors"] | payload["state"]).items():
-            require(tensor.isfinite().all(), f"{name} is not finite at step {step}: lower the learning rates")
-        write_checkpoint(self.run.folder, payload)
-        self.last_saved = f"; RESUME={self.run.cfg.run_id} goes on from step {step}"
-        self.run.log(kind="checkpoint", step=step)
-
-    def wait(self) -> None:
-        """Waits until the last checkpoint is on the disk. Raises what went wrong with it."""
-        if self.job:
-            self.job.result()
-
-    def verdict(self, why: str, error: BaseException) -> str:
-        """The last line for an error that ends this rank, once the last checkpoint is on the disk."""
-        self.in_training = True  # a further signal does not cut the file short
-        if self.job:
-            wait([self.job], WRITE_SECONDS)
-        self.release()
-        if not isinstance(error, KeyboardInterrupt):
-            return why + self.last_saved
-        folder = self.run and self.run.folder
-        return f"RESUME={self.run.cfg.run_id}" if folder and (folder / CHECKPOINTS[0]).exists() else why
-
-    def release(self) -> None:
-        """Restores the signal handlers and lets go of the folder."""
-        for handler in self.handlers:
-            signal.signal(*handler)
-        if self.held is not None:
-            os.close(self.held)
-            self.held = None
+    run.state = TrainState(**{f.name: progress[f.name] for f in fields(TrainState)})
+    run.saved = replace(run.state)
+    run.log(f"resume: from step {run.state.step} at train_time:{run.state.seconds * 1e3:.0f}ms",
+            kind="resume", step=run.state.step, seconds=run.state.seconds)
 
 # ---------- 11 fast kernels
 # Each has the signature of what it replaces and is compared with it by a test. docs/first_gpu.md says which
@@ -2469,9 +1803,6 @@ def window_attention(cfg: Config, on_gpu: bool, log: Logger) -> dict[str, Callab
     """Kernels of attention with windows, or that stays in a document."""
     if not on_gpu:
         return dict(attention=cpu_attention)
-    if cfg.sdpa_backend == "torch":
-        log("attention: torch's, with explicit masks")
-        return dict(attention=gpu_attention)
     log("attention: flex; torch's where every token sees all tokens before it")
     return dict(window=gpu_window, window_mask=gpu_window_mask, attention=gpu_attention)
 
@@ -2637,7 +1968,7 @@ def fp8_fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, linear: K
     scales = head_scales(x.size(-1), len(x), most)
     return Fp8FusedLoss.apply(x, head, targets, weights, cap, row_losses, scales)
 
-def fast_loss(cfg: Config, on_gpu: bool, loss: Kernel,
+def fast_loss(cfg: Any, on_gpu: bool, loss: Kernel,
               row_losses: RowLosses | None = None) -> dict[str, Callable]:
     """{"loss": the fastest lm_loss() on this device}, or {} where torch.compile makes it. loss: fused_loss()
     or a version with its signature. row_losses: kernel_losses() if the vocabulary may be large."""
@@ -2647,196 +1978,34 @@ def fast_loss(cfg: Config, on_gpu: bool, loss: Kernel,
         loss = partial(loss, row_losses=row_losses)
     return dict(loss=loss)
 
-def choose_kernels(cfg: Config, on_gpu: bool, log: Logger) -> Kernels:
-    """The fastest kernels on this device. Raises Refused if fp8 or FlashAttention 4 was asked for and is not
-    possible."""
-    chosen = cfg.fast_kernels(on_gpu, log)
-    if on_gpu and cfg.sdpa_backend == "flash4":
-        require("attention" in LAB, "sdpa_backend=flash4 is part of the whole train_gpt.py, not of a script "
-                "of one recipe: take sdpa_backend=auto")
-        chosen |= lab("attention", cfg, log)
-    else:
-        chosen |= cfg.attention_kernels(on_gpu, log)
-    return Kernels(**chosen)
+def choose_kernels(cfg: Any, on_gpu: bool, log: Logger) -> Kernels:
+    """The fastest kernels on this device. Raises Refused if fp8 was asked for and is not possible."""
+    return Kernels(**cfg.fast_kernels(on_gpu, log), **cfg.attention_kernels(on_gpu, log))
 
-# ---------- 12 ranks, log, memory
-LAUNCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
-                  "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
-LAUNCH_FLAGS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK")
-# How Slurm, Open MPI and MPICH number their tasks: (this one, how many there are)
-TASKS = (("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-         ("PMI_RANK", "PMI_SIZE"))
-MEETING_TIMEOUT = 45  # seconds to wait for all ranks; not under torchrun, which kills ranks that hang
-LONG_TIMEOUT = 3600  # seconds that a collective may take outside of training: others compile or write
-TRAINING_TIMEOUT = 20  # the same in training; torchrun then takes 30 s to kill a rank that hangs
-SLOWEST_STEPS = 5  # the timeout in training is at least this many times the rehearsal's slowest step
-CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (docs/log.md), to estimate the time of a step
-H100_FLOPS = 989.4e12  # peak bf16 FLOP/s of an H100 or H200, which mfu is relative to
-# what glibc's mallopt() calls these settings
-M_TRIM_THRESHOLD = -1
-M_MMAP_THRESHOLD = -3
-PR_SET_PDEATHSIG = 1  # what prctl() calls it
-
-class Ranks(NamedTuple):
-    """What torchrun says about this process."""
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0  # also the number of its GPU
-    ranks_here: int = 1
-    where: tuple = ("", 0)  # MASTER_ADDR, MASTER_PORT
-    by_torchrun: bool = False  # which holds the store where the ranks meet
-    attempt: int = 0  # how often torchrun has started the ranks again
-    attempts: int = 0  # how often it may
-
-def read_ranks(env: Mapping) -> Ranks:
-    """The only reader of torchrun's variables; without them there is one process. Raises Refused."""
-    numbers = {}
-    for name in LAUNCH_NUMBERS:
-        if name in env:
-            text = env[name]
-            require(re.fullmatch("[0-9]{1,6}", text), f"{name}={text[:40]!r} must be a whole number")
-            numbers[name] = int(text)
-    port = numbers.pop("MASTER_PORT", 1)
-    require(0 < port < 65_536, f"MASTER_PORT={port} must be from 1 to 65535")
-    attempt = numbers.pop("TORCHELASTIC_RESTART_COUNT", 0)
-    attempts = numbers.pop("TORCHELASTIC_MAX_RESTARTS", 0)
-    if not numbers:
-        refuse_lone_tasks(env)
-        return Ranks()
-    for name in ("RANK", "WORLD_SIZE"):
-        require(name in numbers, f"{name} is missing beside {listed(numbers)}: torchrun "
-                "--nproc_per_node=GPUS sets both, a run of one process needs neither")
-    rank = numbers["RANK"]
-    world_size = numbers["WORLD_SIZE"]
-    ranks_here = numbers.get("LOCAL_WORLD_SIZE", world_size)
-    right = rank < world_size and 0 < ranks_here <= world_size
-    local_rank = numbers.get("LOCAL_RANK", rank % ranks_here if right else 0)
-    require(right and local_rank < ranks_here, f"no such rank, as they count from 0: {listed(numbers)}")
-    where = (env.get("MASTER_ADDR", ""), port if "MASTER_PORT" in env else 0)
-    by_torchrun = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Ranks(rank, world_size, local_rank, ranks_here, where, by_torchrun, attempt, attempts)
-
-def refuse_lone_tasks(env: Mapping) -> None:
-    """Raises Refused for one of several tasks, each of which would train alone as it lacks RANK."""
-    for task, tasks in TASKS:
-        count = env.get(tasks, "")
-        if tasks == "SLURM_NTASKS":  # an allocation may have more tasks than this step of it
-            count = env.get("SLURM_STEP_NUM_TASKS", count)
-        require(task not in env or not count.isdecimal() or int(count) < 2,
-                f"{tasks}={count} tasks without RANK and WORLD_SIZE would each train alone: let one task "
-                "per node start torchrun --nproc_per_node=GPUS, which sets both, or set RANK=0 WORLD_SIZE=1")
-
-def meet(ranks: Ranks) -> dist.Store:
-    """The store through which the ranks find each other, once all are there. Raises Refused."""
-    host, port = ranks.where
-    require(host and port, f"{ranks.world_size} ranks need MASTER_ADDR and MASTER_PORT, where they meet")
-    patience = LONG_TIMEOUT if ranks.by_torchrun else MEETING_TIMEOUT
-    if ranks.rank == 0:
-        patience += 5  # it holds the store, so it leaves last and the others can say who is missing
-    until = time.monotonic() + patience
-    names = [f"rank {rank} of {ranks.world_size}" for rank in range(ranks.world_size)]
-    found: Future = Future()
-    # In another thread: one that waits for the network is deaf to signals
-    threading.Thread(target=open_store, args=(ranks, found), daemon=True).start()
-    try:
-        store = dist.PrefixStore(f"attempt {ranks.attempt}", found.result(MEETING_TIMEOUT + 5))
-        require(store.add(names[ranks.rank], 1) == 1, f"another process has RANK={ranks.rank}, too")
-        while not store.check(names):
-            if time.monotonic() > until:
-                there = [name for name in names if store.check([name])]
-                raise Refused(f"only {len(there)} of {ranks.world_size} ranks came within {patience} s")
-            time.sleep(0.02)
-        return store
-    except TimeoutError:
-        raise Refused(f"something other than our ranks listens at port {port}") from None
-    except dist.DistError as error:
-        why = f"rank 0 is gone ({brief(error)})"
-        if "EADDRINUSE" in str(error):
-            why = "MASTER_PORT is in use: give torchrun --standalone or another --master-port"
-        raise Refused(why) from None
-
-def open_store(ranks: Ranks, found: Future) -> None:
-    """Puts the store that rank 0 or torchrun's agent holds into a Future, or why there is none."""
-    began = time.monotonic()
-    host, port = ranks.where
-    is_host = ranks.rank == 0 and not ranks.by_torchrun
-    try:
-        while not is_host:  # torch itself would try less often and print warnings
-            try:
-                socket.create_connection(ranks.where, MEETING_TIMEOUT).close()
-                break
-            except (OSError, UnicodeError) as error:
-                late = time.monotonic() - began > MEETING_TIMEOUT
-                require(not late, f"MASTER_ADDR={host} MASTER_PORT={port} does not answer ({error})")
-                time.sleep(0.2)
-        # the timeout of later collectives; meet() gives up first, because torch's own timeout prints pages
-        found.set_result(dist.TCPStore("localhost" if is_host else host, port, is_master=is_host,
-                                       wait_for_workers=False, timeout=timedelta(seconds=LONG_TIMEOUT)))
-    except Exception as error:
-        found.set_exception(error)
-
-def interface_to(host: str) -> str:
-    """The network interface that leads to a host, or has its address; empty if that is unknown."""
-    with suppress(OSError, UnicodeError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # a route is chosen, nothing is sent
-        address = socket.inet_aton(probe.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # without an IPv4 address
-                answer = fcntl.ioctl(probe, 0x8915, name.encode().ljust(32, b"\0"))  # SIOCGIFADDR
-                if answer[20:24] == address:
-                    return name
-    return ""
-
-def is_odd(path: str) -> bool:
-    """Would torch's compiler cut this path in two, as at a space, or trip over a quote?"""
-    return re.search(r"[^\w./+@%:,=~-]", path) is not None
-
-def choose_cache() -> str:
-    """Steers torch's compiler away from cache folders that it could not use -> what to log."""
-    named = "TORCHINDUCTOR_CACHE_DIR"
-    odd = []
-    try:
-        os.makedirs(os.environ.get(named, "."), exist_ok=True)
-    except OSError:  # torch's compiler cannot be imported without this folder
-        del os.environ[named]
-    if named in os.environ and is_odd(os.path.abspath(os.environ[named])):
-        del os.environ[named]
-        odd.append(named)
-    if is_odd(tempfile.gettempdir()):
-        tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
-        odd.append("TMPDIR")
-    with suppress(KeyError, OSError):  # a user without a name
-        if is_odd(getpass.getuser()):  # is part of a folder's name
-            os.environ["LOGNAME"] = f"uid_{os.getuid()}"
-            odd.append("the user's name")
-    return f"compile: a space or quote in {' and '.join(odd)}: other folders are used" if odd else ""
+# ---------- 12 ranks and log
+COLLECTIVE_TIMEOUT = 600  # seconds after which a collective gives up: then a rank is gone or hangs
 
 class Team:
-    """The ranks, and the device of this one. Raises Refused, such as for fewer GPUs than ranks."""
+    """The ranks as torchrun started them, and the device of this one. Raises Refused."""
     def __init__(self, cfg: Config, env: Mapping):
-        ranks = read_ranks(env)
-        self.rank = ranks.rank
-        self.world_size = ranks.world_size
-        self.ranks_here = ranks.ranks_here
-        self.group = None
-        self.attempt = ranks.attempt
-        self.agent = None  # rank 0's way to what outlives the ranks if torchrun starts them again
-        if ranks.attempts and ranks.by_torchrun and ranks.rank == 0:
-            self.agent = dist.TCPStore(*ranks.where, timeout=timedelta(seconds=MEETING_TIMEOUT))
+        rank = env.get("RANK", "0")
+        numbers = [rank, env.get("WORLD_SIZE", "1"), env.get("LOCAL_RANK", rank)]
+        require(all([text.isdecimal() for text in numbers]), f"RANK, WORLD_SIZE, LOCAL_RANK are {numbers}")
+        self.rank, self.world_size, local_rank = [int(text) for text in numbers]
+        require(self.rank < self.world_size, f"there is no rank {self.rank} of {self.world_size}")
         # 1. the device
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        driver = "nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0"
+        gpus = torch.cuda.device_count()
         wanted = cfg.device != "cpu" and env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
         if wanted and not gpus and subprocess.getoutput("nvidia-smi -L").startswith("GPU "):
-            raise Refused(f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs of the "
-                          f"driver {subprocess.getoutput(driver)}: install a build for it or set DEVICE=cpu")
+            raise Refused(f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs here: "
+                          "install a build for their driver, or set DEVICE=cpu")
         self.on_gpu = gpus > 0 if cfg.device == "auto" else cfg.device == "cuda"
-        require(not self.on_gpu or self.ranks_here <= gpus,
-                f"{self.ranks_here} ranks for {gpus} GPUs here: lower --nproc_per_node or use DEVICE=cpu")
-        sequences = cfg.train_batch_tokens // cfg.train_seq_len
-        require(sequences % self.world_size == 0 or cfg.eval_from or cfg.resume,
-                f"{self.world_size} ranks do not divide the {sequences} sequences of a step")
-        self.device = torch.device(f"cuda:{ranks.local_rank}" if self.on_gpu else "cpu")
+        require(not self.on_gpu or local_rank < gpus,
+                f"there is no GPU {local_rank} here, only {gpus}: lower --nproc_per_node or set DEVICE=cpu")
+        self.device = torch.device(f"cuda:{local_rank}" if self.on_gpu else "cpu")
+        device_module = torch.cuda if self.on_gpu else torch.cpu
+        device_module.set_device(self.device)
+        self.wait = device_module.synchronize  # until the device has done everything
         # 2. the dtype of activations: bf16 where the hardware has it
         if self.on_gpu:
             has_bf16 = torch.cuda.is_bf16_supported(False)  # not by emulation
@@ -2846,51 +2015,47 @@ class Team:
         if cfg.dtype != "auto":
             self.dtype = getattr(torch, cfg.dtype)
         # 3. settings of this process
-        device_module = torch.cuda if self.on_gpu else torch.cpu
-        device_module.set_device(self.device)
-        self.wait = device_module.synchronize  # until the device has done everything
-        self.cache_note = choose_cache()
         # else compiled code on a CPU adds up an embedding's gradients in any order
         torch.use_deterministic_algorithms(not self.on_gpu)
         torch.utils.deterministic.fill_uninitialized_memory = False
         for dtype in (np.float32, np.float64):
             np.finfo(dtype)  # numpy warns if it looks for the first time after the next line
         torch.set_flush_denormal(True)
-        with suppress(AttributeError):  # prctl is Linux's, mallopt glibc's
-            if ranks.by_torchrun:  # a rank ends with the agent that started it, however that ends
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            # keep freed memory: fresh pages would take a sixth of a step
-            ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 26)  # blocks above 64 MiB go back to the system
+        with suppress(AttributeError):  # not Linux with glibc
+            # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: keeps freed memory, but for blocks above 64 MiB; fresh pages
+            # would take a sixth of a step
+            ctypes.CDLL(None).mallopt(-1, 2**31 - 1)
+            ctypes.CDLL(None).mallopt(-3, 1 << 26)
+            if "TORCHELASTIC_RUN_ID" in env:  # PR_SET_PDEATHSIG: a rank ends with torchrun, however that ends
+                ctypes.CDLL(None).prctl(1, signal.SIGTERM)
         # 4. the ranks meet
         if self.world_size > 1 and not dist.is_initialized():
-            first = "127.0.0.1" if self.ranks_here == self.world_size else ranks.where[0]
-            # not what the host's name resolves to; gloo ignores an empty name
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_to(first))
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self.on_gpu else "gloo", store=meet(ranks),
-                                    rank=self.rank, world_size=self.world_size,
-                                    timeout=timedelta(seconds=LONG_TIMEOUT))
+            if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:  # not where the host's name leads
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            try:
+                dist.init_process_group("cpu:gloo,cuda:nccl" if self.on_gpu else "gloo",
+                                        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT))
+            except (ValueError, RuntimeError) as error:
+                raise Refused(f"the ranks do not find each other ({brief(error)})") from None
 
     def share(self, value: Any) -> Any:
-        """Rank 0's object, on every rank, each of which raises it if it is a Refused."""
+        """Rank 0's object, on every rank."""
         box = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(box)
-        if isinstance(box[0], Refused):
-            raise box[0]
         return box[0]
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's tensor, on every rank, in place."""
+    def require_alike(self, facts: dict[str, Any]) -> None:
+        """Ends all ranks, of which rank 0 raises Refused, if {what: value} differ between them."""
+        of_ranks = [facts] * self.world_size
         if self.world_size > 1:
-            dist.broadcast(tensor, 0)
-
-    def begin_training(self, slowest_step: float) -> None:
-        """Makes a group whose collectives end the run if a rank is gone or hangs. slowest_step: seconds."""
-        if self.world_size > 1:
-            slowest_step = all_reduce(torch.tensor(slowest_step), "MAX").item()
-            seconds = max(TRAINING_TIMEOUT, SLOWEST_STEPS * slowest_step)
-            self.group = dist.new_group(timeout=timedelta(seconds=seconds))
+            dist.all_gather_object(of_ranks, facts)
+        for rank, there in enumerate(of_ranks):
+            for name, value in of_ranks[0].items():
+                alike = there.get(name) == value
+                require(alike or self.rank, f"{name} is {there.get(name)} on rank {rank}, {value} on rank 0")
+                if not alike:
+                    sys.exit(2)
 
 class Log:
     """Lines to rank 0's terminal and, once a run folder is open, to its train.log; events, which are for
@@ -2901,38 +2066,36 @@ class Log:
         self.events: Any = io.StringIO()
         self.path: Path | None = None
 
-    def __call__(self, *lines, echo: bool = True, **event: Any) -> None:
-        files = [sys.stdout, self.file] if self.lead and echo else [self.file]
-        for line in lines:
-            for file in files:
-                print(line, file=file, flush=True)
-        if event and self.lead:  # in one write: a checkpoint's event comes from its thread
-            print(json.dumps(event) + "\n", end="", file=self.events, flush=True)
+    def __call__(self, *lines: object, echo: bool = True, **event: Any) -> None:
+        for line in lines if self.lead else []:
+            print(line, file=self.file, flush=True)
+            if echo:
+                with suppress(OSError):  # the run goes on if nobody reads its terminal any more
+                    print(line, flush=True)
+        if self.lead and event:
+            print(json.dumps(event), file=self.events, flush=True)
 
     def open(self, path: Path, head: str) -> None:
         """On rank 0: continues in this file and its events.jsonl with everything said so far. A new file
-        begins with head; what a crash cut short ends as a line of its own."""
+        begins with head; what a crash cut short ends as a line of its own. Raises OSError, and Refused if the
+        run is still going."""
         early = self.file.getvalue()
-        self.file = open(path, "a", encoding="utf-8")
-        print("" if self.file.tell() else head, early, sep="\n", end="", file=self.file, flush=True)
-        early = self.events.getvalue()
-        events = path.with_name("events.jsonl")
-        cut_short = events.exists() and events.read_bytes()[-1:] not in (b"", b"\n")
-        self.events = open(events, "a", encoding="utf-8")
-        print("\n" if cut_short else "", early, sep="", end="", file=self.events, flush=True)
+        file = open(path, "a", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # some file systems have no locks
+            require(not isinstance(error, BlockingIOError),
+                    f"{path.parent} belongs to a run that is still going: stop that or wait for its end")
+        print("" if file.tell() else head, early, sep="\n", end="", file=file, flush=True)
+        self.file = file
+        events = open(path.with_name("events.jsonl"), "a", encoding="utf-8")
+        print("\n" * (events.tell() > 0), self.events.getvalue(), sep="", end="", file=events, flush=True)
+        self.events = events
 
     def seal(self) -> None:
         """On rank 0: logs the sha256 of train.log so far, so that no line can change unnoticed."""
         if self.lead and self.path:
             self(f"log sha256:{file_sha256(self.path)}")
-
-    def last_line(self, line: str) -> None:
-        """On any rank: why it ends. Ranks other than 0 write to train.log if they see the file."""
-        if not self.lead and self.path and self.path.exists():
-            with open(self.path, "a", encoding="utf-8") as file:
-                print(line, file=file)
-        else:
-            self(line, echo=False, kind="end", why=line)
 
 @cache
 def script_source() -> bytes:
@@ -2943,21 +2106,26 @@ def script_sha256() -> str:
     return hashlib.sha256(script_source()).hexdigest()
 
 def brief(error: BaseException) -> str:
-    """An exception in one line, without this machine's folders and name."""
+    """An exception in one line, without this machine's folders."""
     line = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-    explained = re.search(r"^ *Explanation: (?:.*: got )?(.*)", str(error), re.M)  # by torch.compile
-    if explained:
-        line += f": {explained[1]}"
-    return re.sub(r"(?<![\w.~-])/\S*/", "", line.replace(platform.node() or "\n", "host"))[:200]
+    return re.sub(r"(?<![\w.~-])/\S*/", "", line)[:200]
 
-def out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+# {what an error's text holds: what to tell the user}
+EXPLAINED = {
+    "out ?of ?memory|can't allocate memory": "out of memory: lower DEVICE_BATCH_SIZE or VAL_BATCH_SIZE",
+    "No space left": "the disk is full: free some GB",
+    "gloo|nccl|closed by|closure|timed out": "another rank is gone or hangs"}
 
-def lost_peer(error: BaseException) -> bool:
-    """Did a collective fail, so that the cause is another rank?"""
-    said = ("gloo", "nccl", "connection closed", "pair closure", "timed out waiting")
-    by_backend = isinstance(error, RuntimeError) and any([words in str(error).lower() for words in said])
-    return isinstance(error, dist.DistError) or by_backend
+def explain(error: BaseException) -> str:
+    """In one line: why an exception ends this rank. Prints a traceback only for a bug of ours."""
+    if isinstance(error, (Refused, KeyboardInterrupt)):
+        return " ".join(str(error).split()) or "interrupted"
+    for text, why in EXPLAINED.items():  # torch raises an error of its own on top of the disk's
+        if re.search(text, f"{type(error).__name__}: {error} {error.__context__}", re.I):
+            return f"{why} ({brief(error)})"
+    if not isinstance(error, OSError):
+        traceback.print_exception(error)
+    return brief(error)
 
 def hardware(team: Team) -> str:
     if team.on_gpu:
@@ -2965,172 +2133,97 @@ def hardware(team: Team) -> str:
     name = subprocess.getoutput("grep -sm1 'model name' /proc/cpuinfo").partition(": ")[2]
     return f"{team.world_size} ranks x {torch.get_num_threads()} threads of {name or platform.machine()}"
 
-def listed(table: Mapping) -> str:
-    return " ".join([f"{name}:{value}" for name, value in table.items()])
-
-# What a layer keeps per token for the backward pass, in multiples of model_dim: fitted to the peaks that
-# ./run.sh static counted (docs/log.md).
-KEPT_BY_ATTENTION = 13
-KEPT_BY_MLP = 2.2  # times its width / model_dim
-KEPT_IN_FP8 = 0.68  # factor on both where all products are in fp8
-
-def step_memory(cfg: Config, team: Team, sequences: int) -> int:
-    """Estimate of the bytes that a rank needs for micro-steps of this many sequences, in the stage that needs
-    most."""
-    counts = parameter_counts(cfg)
-    width = team.dtype.itemsize
-    stages = cfg.stages()
-    part = cfg.fp8_part(team.on_gpu)
-    longest = max([stage.row_tokens for stage in stages]) // cfg.train_seq_len
-    tokens = max(sequences, longest if sequences else 0) * cfg.train_seq_len
-    # 1. weights as the model reads them, gradients and their sums; the share of gradients, masters, moments.
-    #    Gradients that wait for the second step of an update are left out, and so is an EMA.
-    shared = 16 if team.world_size > 1 else 12
-    tables = counts["embed"] + counts["value_embed"] if team.on_gpu else 0  # whose sums are as narrow
-    held = counts.total() * ((2 * width if team.on_gpu else 4) + 4 + shared / team.world_size)
-    held -= (4 - width) * tables
-    # 2. what layers keep for the backward pass
-    kept = 0.0
-    for stage in stages:
-        of_stage = 0.0
-        for layer in cfg.layers(stage):
-            by_attention = KEPT_BY_ATTENTION if layer.window > 0 else 0
-            of_stage += layer.passes * (by_attention + KEPT_BY_MLP * layer.mlp_mult)
-        kept = max(kept, of_stage)
-    kept *= cfg.model_dim
-    if team.on_gpu and part == "all":
-        kept *= KEPT_IN_FP8
-    # 3. logits and their gradients, which overwrite them on a GPU; in fp8 they lie beside them
-    if not team.on_gpu:
-        per_logit = 2 * width
-    elif part == "off":
-        per_logit = width
-    else:
-        per_logit = width + 1
-    return int(held + cfg.state_bytes() + tokens * (width * kept + per_logit * cfg.vocab_size))
-
-def micro_batch(cfg: Config, team: Team) -> int:
-    """Sequences per micro-step: the largest divisor of a rank's sequences that is within device_batch_size
-    or, if that is 0, fits into memory: what is free on a GPU, or a rank's part of half the machine's RAM."""
-    share = cfg.train_batch_tokens // cfg.train_seq_len // team.world_size
+def peak_memory(team: Team) -> str:
+    """The most memory that this process has held."""
     if team.on_gpu:
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 / team.ranks_here
-    fitting = [n for n in range(1, share + 1) if step_memory(cfg, team, n) <= free]
-    return rows_at_once(share, cfg.device_batch_size or max(fitting, default=1))
+        return (f"peak memory allocated: {torch.cuda.max_memory_allocated() >> 20} MiB "
+                f"reserved: {torch.cuda.max_memory_reserved() >> 20} MiB")
+    return f"peak memory resident: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB"
 
-def peak_memory(team: Team, log: Logger) -> str:
-    """Logs and returns the most memory that this process has held."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform != "darwin":
-        most *= 1024  # in KiB elsewhere
-    text = f"peak memory resident: {most >> 20} MiB"
-    if team.on_gpu:
-        used = torch.cuda.max_memory_allocated() >> 20
-        held = torch.cuda.max_memory_reserved() >> 20
-        text = f"peak memory allocated: {used} MiB reserved: {held} MiB"
-    log(text)
-    return text
-
-# ---------- 13 rehearse, train, main
+# ---------- 13 warmup, train, main
 @dataclass
 class TrainState:
     """Where training stands; a checkpoint keeps it."""
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0  # on the clock
-    # {train: losses of single steps, mean: of the steps between two lines, val}: [(step, seconds, loss)]
-    curves: dict[str, Curve] = field(default_factory=lambda: {"train": [], "mean": [], "val": []})
-    laps: list = field(default_factory=list)  # [(seconds per step, batch multiple)]
     loss_sum: float = 0.0  # losses of the steps since the last train_loss line, mean of the ranks
     loss_steps: int = 0  # how many of them
 
 @dataclass
 class Run:
     """What the parts of one run share."""
-    asked: Config  # as configured, before the dataset sets vocab_size and bos_id
-    cfg: Config
+    asked: Any  # Config as given, before the dataset sets vocab_size and bos_id
+    cfg: Any
     team: Team
     log: Log
-    saver: Saver
+    data: Data
+    loader: Loader
     started: str  # UTC
-    data: Data = None
-    loader: Loader = None
+    folder: Path
     micro: int = 0  # sequences per micro-step
-    kernels: Kernels = Kernels()
-    model: Model = None
-    optimizer: Optimizer = None
-    loss_fn: Callable = None  # the model, compiled where that is possible
-    folder: Path = None
-    state: TrainState = None  # None: nothing is trained
-    report: dict = field(default_factory=dict)  # what the summary lists, all of it part of the result
+    model: Any = None
+    optimizer: Any = None
+    loss_fn: Any = None  # the model, compiled unless COMPILE=0
+    state: TrainState = field(default_factory=TrainState)
+    saved: TrainState = field(default_factory=TrainState)  # as of the last checkpoint
+    stop: bool = False  # a signal asks for the end
+    report: dict = field(default_factory=dict)  # part of the result
 
 class Clock:
-    """Training seconds, the pace of a step, and whether another one fits before the cap. All ranks use the
-    same time. They agree on it before each step (on GPUs before every fourth, with at most three steps in
-    flight at that moment if there is a cap) and extrapolate by the pace in between. Without a cap the host
-    waits for the device at log lines only."""
-    def __init__(self, cfg: Config, team: Team, state: TrainState,
-                 counter: Callable[[], float] = time.perf_counter):
+    """Training seconds, and whether another step fits before the cap, the same on all ranks. They agree on it
+    before each step, on GPUs before every fourth, with at most three steps in flight at that moment if there
+    is a cap. Without one the host waits for the device at log lines only."""
+    def __init__(self, cfg: Any, team: Team, state: TrainState):
         self.cap = cfg.max_wallclock_seconds
         self.team = team
-        self.counter = counter
         self.every = 4 if team.on_gpu else 1
-        self.at = state.step  # the step and the seconds that were last agreed on
-        self.then = state.seconds
-        self.lap_start = (self.at, self.then)
-        self.laps = state.laps
-        self.under_way = []  # events of steps on the device
-        self.multiple = 1  # the stage's batch / train_batch_tokens
-        self.stop_asked = 0  # signals that came to some rank
+        self.at = state.step  # the last step that was over when the ranks agreed
+        self.agreed = state.seconds  # the time then
+        self.laps: list[float] = []  # seconds per step
+        self.under_way: list[Any] = []  # events of steps on the device
+        self.stop = False  # did a signal come to some rank?
+        self.start(state.seconds)
 
     def start(self, seconds: float) -> None:
         """Starts or restarts the clock, with this many training seconds on it."""
-        self.started = self.counter() - seconds
+        self.began = time.perf_counter() - seconds
 
     def seconds(self) -> float:
-        return self.counter() - self.started
+        return time.perf_counter() - self.began
 
-    def agree(self, step: int, exactly: bool, signals: int) -> float:
-        """Training seconds at this step, the same on all ranks. exactly: the host has just waited for the
-        device."""
+    def agree(self, step: int, exactly: bool, stop: bool) -> float:
+        """Training seconds at this step. exactly: the host has just waited for the device. stop: a signal
+        came to this rank."""
         if exactly or step % self.every == 0:
             while self.under_way and (len(self.under_way) > 3 or self.under_way[0].query()):
                 self.under_way.pop(0).synchronize()
-            mine = torch.tensor([self.seconds(), signals, len(self.under_way)], dtype=torch.float64)
-            self.then, self.stop_asked, pending = all_reduce(mine, "MAX", self.team.group).tolist()
-            self.at = step - int(pending)
-            first, since = self.lap_start
-            if self.at > first and (exactly or self.cap or not self.team.on_gpu):
-                self.laps.append(((self.then - since) / (self.at - first), self.multiple))
-                self.lap_start = (self.at, self.then)
-        return self.then + (step - self.at) * self.pace(0.5) * self.multiple
-
-    def pace(self, quantile: float) -> float:
-        """This quantile of the seconds per step and batch multiple, over the last 100 laps. One or two laps
-        more than twice as slow as all others are taken for pauses of the machine and left out. From three
-        on, slow laps are taken for the recipe's own and count."""
-        paces = sorted([seconds / multiple for seconds, multiple in self.laps[-100:]]) or [0.0]
-        third_slowest = paces[max(len(paces) - 3, 0)]
-        paces = [pace for pace in paces if pace <= 2 * third_slowest]
-        return paces[int(len(paces) * quantile)]
+            mine = torch.tensor([self.seconds(), stop, len(self.under_way)], dtype=torch.float64)
+            seconds, self.stop, pending = all_reduce(mine, "MAX").tolist()
+            steps = step - int(pending) - self.at
+            if steps > 0 and (exactly or self.cap or not self.team.on_gpu):
+                self.laps.append((seconds - self.agreed) / steps)
+                self.agreed = seconds
+                self.at += steps
+        return self.agreed
 
     def is_over(self, step: int) -> bool:
-        """Might the next `every` steps, starting with this one, end after the cap?"""
-        reserve = self.pace(0.95) * self.multiple * (step + self.every - self.at)
-        return step > 0 and 0 < self.cap <= self.then + reserve
+        """Might the next `every` steps, starting with this one, end after the cap? Two slow laps of the last
+        hundred are taken for pauses of the machine; three are the run's own."""
+        laps = sorted(self.laps[-100:]) or [0.0]
+        pace = laps[max(0, len(laps) - 3)]
+        return step > 0 and 0 < self.cap <= self.agreed + pace * (step + self.every - self.at)
 
 def train_step(loss_fn: Kernel, optimizer: Optimizer, batch: tuple[Tensor, ...], micro: int, context: Any,
                factor: float, schedule: Schedule) -> Tensor:
     """A step on (tokens, targets, *inputs), which have the same rows, at most `micro` rows at a time. factor:
-    from grad_factor(). Returns this rank's mean loss."""
+    on the mean loss. Returns this rank's mean loss."""
     size = rows_at_once(len(batch[0]), micro)
     parts = list(zip(*[tensor.split(size) for tensor in batch]))
-    total = 0.0
+    total = torch.zeros((), device=batch[0].device)
     for tokens, targets, *inputs in parts:
         loss = loss_fn(tokens, targets, context, *inputs) / len(parts)
-        optimizer.backward(loss * factor, len(parts) == 1)
+        optimizer.backward(loss * factor, len(parts))
         total = total + loss.detach()
     optimizer.step(schedule)
     return total
@@ -3139,18 +2232,14 @@ def rows_at_once(rows: int, most: int) -> int:
     """The largest divisor of rows that is at most `most`, or 1."""
     return max([n for n in range(1, rows + 1) if rows % n == 0 and n <= max(1, most)])
 
-def compile_step(run: Run, compiled: bool) -> None:
-    """Sets the model and the optimizer's rules that steps call, compiled if that is wanted."""
+def compile_step(run: Run) -> None:
+    """Sets the model and the optimizer's rules that steps call, compiled unless COMPILE=0."""
     cfg = run.cfg
     run.loss_fn = run.model
-    run.optimizer.adam_step = cfg.adam_step
-    run.optimizer.muon_step = cfg.muon_step
-    if not compiled:
+    if not cfg.compile:
         return
-    torch._dynamo.config.suppress_errors = False  # rehearse() has to see them
-    # our autograd functions may be cached: the key covers their graphs and the source of Triton kernels, but
-    # not the gradient of a custom op, such as FlashAttention 4's
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = cfg.sdpa_backend != "flash4"
+    # our autograd functions may be cached: the key covers their graphs and the source of Triton kernels
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     run.loss_fn = torch.compile(run.model, dynamic=False, fullgraph=run.team.on_gpu)
     run.optimizer.adam_step = torch.compile(cfg.adam_step, dynamic=True)
     if run.team.on_gpu:  # a CPU gains nothing
@@ -3162,593 +2251,458 @@ def compile_step(run: Run, compiled: bool) -> None:
         # puts the vector width into the cache's key: code built for another width would be wrong
         torch._inductor.config.cpp.simdlen = pick_vec_isa().bit_width()
 
-def rehearse(run: Run) -> float:
-    """Warmup before the clock: compiles and runs every stage on made-up tokens, with weights of zero, which
-    cost no time to draw, then draws the first values. Fallbacks, the same on all ranks: a smaller micro-batch
-    if memory runs out, torch's kernels on a GPU, the eager step on a CPU. Sets run.loss_fn and the
-    optimizer's rules; returns the seconds of the slowest step that was compiled already."""
-    optimizer = run.optimizer
-    compiled = run.cfg.compile
-    if compiled and run.team.cache_note:
-        run.log(run.team.cache_note)
-    if compiled and torch._dynamo.config.disable:
-        compiled = False
-        run.log("compile: TORCH_COMPILE_DISABLE turns it off; training uncompiled")
-    changing = []
-    for bank in optimizer.banks:
-        changing += [bank.data, bank.master, bank.grad, *bank.state]
-    while True:
-        try:
-            compile_step(run, compiled)
-            torch._foreach_zero_(changing)
-            slowest = rehearse_stages(run)
-            break
-        except Exception as error:  # a compiler's back end may raise anything
-            if out_of_memory(error) and run.micro > 1:
-                run.micro = rows_at_once(run.micro, run.micro - 1)
-                run.log(f"rehearsal: {brief(error)}; now micro_batch:{run.micro}")
-            elif out_of_memory(error) or not compiled:
-                raise
-            elif not run.team.on_gpu:
-                compiled = False
-                where = "; the path of this Python has a space or quote in it" if is_odd(sys.prefix) else ""
-                run.log(f"compile: not possible here ({brief(error)}){where}; training uncompiled")
-            elif run.cfg.sdpa_backend != "torch":
-                run.log(f"compile: failed ({brief(error)}); once more with torch's attention and loss")
-                use_torch_kernels(run)
-            else:
-                raise Refused(f"the step cannot be compiled here ({brief(error)}); COMPILE=0 trains "
-                              "uncompiled, several times slower") from error
-        torch._dynamo.reset()
-        torch.cuda.empty_cache()
-    torch._foreach_zero_(changing)
-    optimizer.begin(first_values(run.model, run.cfg.seed))
-    return slowest
-
-def use_torch_kernels(run: Run) -> None:
-    """On a GPU: torch's attention with explicit masks, and Inductor's loss. Slower, but they may compile
-    where flex attention or our kernel do not."""
-    run.cfg = replace(run.cfg, sdpa_backend="torch", triton_kernels=False)
-    run.kernels = choose_kernels(run.cfg, True, run.log)
-    run.model.use(run.kernels)
-
-def rehearse_stages(run: Run) -> float:
-    """Runs micro-steps of the stages in turn: warmup_steps of them, but at least one per stage. Returns what
-    rehearse() does. If one rank fails, all of them raise."""
+def warm_up(run: Run) -> None:
+    """Before the clock: compiles and runs the stages in turn on dummy tokens, warmup_steps of them but each
+    stage at least once, then starts over from the init."""
     cfg = run.cfg
     team = run.team
+    compile_step(run)
+    values = init_parameters(run.model, cfg.seed)
+    run.optimizer.begin(values)
     table = cfg.stages()
-    slowest = 0.0
-    for step in range(max(cfg.warmup_steps, len(table))):
-        began = time.perf_counter()
-        stage = table[step % len(table)]
-        if step == 0 or step > cfg.warmup_steps:  # left by a try that failed, or by a stage without a step
-            for bank in run.optimizer.banks:
-                bank.clear()
+    for n in range(max(cfg.warmup_steps, len(table))):
+        stage = table[n % len(table)]
         T = stage.row_tokens
         share = stage.batch_tokens // T // team.world_size
-        rows = rows_at_once(share, run.micro * cfg.train_seq_len // T)
-        problem = None
-        failed = 0
-        try:
-            tokens = (torch.arange(rows * T, device=team.device) % cfg.vocab_size).view(rows, T)
-            context = run.model.training_context(T, team.device, team.dtype, stage)
-            # one tensor as tokens and as targets would make another graph
-            loss = run.loss_fn(tokens, tokens.clone(), context, *run.model.candidates(tokens, tokens))
-            run.optimizer.backward(loss, rows == share)
-            team.wait()
-        except Exception as error:
-            problem = error
-            failed = 2 if out_of_memory(error) else 1
-        failed = all_reduce(torch.tensor(failed), "MAX").item()
-        if failed:
-            elsewhere = MemoryError("out of memory") if failed > 1 else RuntimeError("a compiler failed")
-            raise problem or elsewhere
-        if step < cfg.warmup_steps:
-            run.optimizer.step(Schedule(1.0, cfg.schedule(0, 0.0).momentum))
-            team.wait()
-        if step >= len(table):
-            slowest = max(slowest, (time.perf_counter() - began) * share / rows)
-    return slowest
+        tokens = (torch.arange(share * T, device=team.device) % cfg.vocab_size).view(share, T)
+        context = run.model.training_context(T, team.device, team.dtype, stage)
+        # one tensor as tokens and as targets would make another graph
+        batch = (tokens, tokens.clone(), *run.model.candidates(tokens, tokens))
+        micro = run.micro * cfg.train_seq_len // T
+        train_step(run.loss_fn, run.optimizer, batch, micro, context, 1.0, cfg.schedule(0, 0.0))
+    mean_of_ranks(torch.zeros((), device=team.device), team)  # NCCL connects on first use, for 0.5 to 2.5 s
+    run.optimizer.begin(values)
 
-@contextmanager
-def garbage_kept() -> Iterator[None]:
-    """Turns Python's garbage collector off: it has paused single ranks for 0.6 s, and all others with them
-    (modded-nanogpt's logs). train() collects off the clock."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-def train(run: Run, state: TrainState, counter: Callable[[], float] = time.perf_counter) -> tuple[Score, str]:
-    """Trains -> the last Score and why training stopped. On the clock: build(), reading batches, steps, log
-    lines, copying a checkpoint and waiting for the previous one. Off the clock: scores and samples."""
+def train(run: Run) -> Score:
+    """Trains -> the last Score. All but checkpoints and scores is on the clock."""
     cfg = run.cfg
     team = run.team
-    saver = run.saver
-    last = total_steps(cfg)
-    began = counter()
+    state = run.state
+    began = time.perf_counter()
     if run.model.build(run, state.step == 0) and state.step == 0:  # a resumed run has paid for it
-        state.seconds += counter() - began
-    clock = Clock(cfg, team, state, counter)
+        state.seconds += time.perf_counter() - began
     recent = torch.tensor(state.loss_sum, dtype=torch.float64, device=team.device)  # sum since the last line
     reported = False
     context_stage = None
-    done = None  # why training ends; kept while the last checkpoint is saved
+    gc.collect()
+    gc.disable()  # it has paused single ranks for 0.6 s, and all others with them (modded-nanogpt's logs)
+    catch_signals(lambda *_: setattr(run, "stop", True))  # from now on they wait for the end of a step
     team.wait()
-    clock.start(state.seconds)
+    clock = Clock(cfg, team, state)
     while True:
-        # 1. the time, the same on all ranks; does another step fit before the cap?
+        # 1. the time, the same on all ranks; is there another step?
         step = state.step
-        state.seconds = clock.agree(step, reported, saver.signals)
+        state.seconds = clock.agree(step, reported, run.stop)
         progress = cfg.progress(step, state.seconds)
         stage = stage_at(cfg, progress)
-        clock.multiple = stage.batch_tokens // cfg.train_batch_tokens
-        if clock.is_over(step):
-            done = "wallclock_cap"
-        elif step == last:
-            done = "iterations"
-        # 2. a checkpoint; the last step's is off the clock
-        if saver.due(step, state.seconds, clock.stop_asked or (team.world_size == 1 and saver.signals), done):
-            state.loss_sum = mean_of_ranks(recent, team)
-            saver.save(state)
-            if done:
-                clock.start(state.seconds)
-            continue
-        # 3. validation, further evaluations and samples, off the clock
+        done = why_done(run, clock, stage)
+        # 2. checkpoint, validation and further evaluations, off the clock
+        save = save_is_due(run, done, clock.stop)
         validation_due = cfg.val_loss_every and step % cfg.val_loss_every == 0
         further = cfg.evaluations(step)
-        if cfg.sample_every and step and step % cfg.sample_every == 0:
-            further.append(partial(lab, "show"))
-        if done or validation_due or further:
+        if save or done or validation_due or further:
             team.wait()
             state.seconds = clock.seconds()
+            if save:
+                state.loss_sum = mean_of_ranks(recent, team)
+                save_checkpoint(run)
+            if save and clock.stop:
+                team.share(None)  # the others wait for rank 0's file
+                raise KeyboardInterrupt(f"RESUME={cfg.run_id}")
             if done:
-                return validate(run, state, None, done), done
+                save_weights(run)
+                catch_signals()
+                step_ms = np.percentile(clock.laps or [0.0], (50, 95, 100)).round(6) * 1e3
+                run.report |= dict(
+                    train_time_ms=round(state.seconds * 1e3), steps=step, tokens=state.tokens,
+                    tok_per_s=round(state.tokens / state.seconds), stop_reason=done,
+                    step_ms=dict(zip(("p50", "p95", "max"), step_ms.round(3).tolist())))
+                return validate(run, None, done)
             if validation_due:
-                validate(run, state, stage, None)
-            evaluate_further(run, further)
+                validate(run, stage, done)
+            for evaluation in further:
+                evaluation(run.model, cfg, run.data, team, run.log)
+            gc.collect()
             clock.start(state.seconds)
-        # 4. a step
+        # 3. a step and its report
         batch = run.loader.next(stage.batch_tokens, stage.row_tokens // cfg.train_seq_len, stage.doc_len)
         batch = (*batch, *run.model.candidates(*batch))
         if stage != context_stage:  # the host waits while the stage's tables go to the device
             context_stage = stage
-            context = run.model.training_context(batch[0].size(1), team.device, team.dtype, stage)
+            context = run.model.training_context(stage.row_tokens, team.device, team.dtype, stage)
         run.model.update_context(context, progress)
         schedule = cfg.schedule(step, progress)
         micro = run.micro * cfg.train_seq_len // stage.row_tokens
-        factor = grad_factor(cfg, stage)
-        loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, factor, schedule)
+        loss = train_step(run.loss_fn, run.optimizer, batch, micro, context, stage.loss_factor, schedule)
         recent += loss
         state.loss_steps += 1
         if team.on_gpu and clock.cap:
             clock.under_way.append(torch.cuda.current_stream().record_event())
         state.tokens += stage.batch_tokens
         state.step += 1
-        # 5. a report
         reported = state.step <= 10 or state.step % (cfg.train_log_every or 100) == 0
         if reported:
-            report_step(run, state, clock, loss, recent, schedule.lr)
+            report_step(run, clock, loss, recent, schedule.lr)
+
+def why_done(run: Run, clock: Clock, stage: Stage) -> str:
+    """Why no step follows; empty: one does."""
+    if clock.is_over(run.state.step):
+        return "wallclock_cap"
+    if run.state.tokens + stage.batch_tokens > run.loader.most_tokens:
+        return "max_epochs"
+    return "iterations" if run.state.step == total_steps(run.cfg) else ""
+
+def save_is_due(run: Run, done: str, stop: bool) -> bool:
+    """By steps, by seconds, by a signal (stop) or at the end; not while a bank holds gradients for a later
+    update. done: why no step follows."""
+    cfg = run.cfg
+    state = run.state
+    by_step = cfg.save_every and state.step // cfg.save_every > run.saved.step // cfg.save_every
+    by_time = 0 < cfg.save_every_seconds <= state.seconds - run.saved.seconds
+    at_end = done and (cfg.save_every or cfg.save_every_seconds)
+    scheduled = state.step > run.saved.step and (by_step or by_time or at_end)
+    between_updates = all([bank.fresh for bank in run.optimizer.banks])
+    return bool((stop or scheduled) and (done or between_updates))
 
 def mean_of_ranks(loss: Tensor, team: Team) -> float:
     """The mean of a 0-dim tensor over ranks. The host waits for it."""
-    return all_reduce(loss / team.world_size, group=team.group).item()
+    return all_reduce(loss / team.world_size).item()
 
-def report_step(run: Run, state: TrainState, clock: Clock, loss: Tensor, recent: Tensor,
-                lr_factor: float) -> None:
+def report_step(run: Run, clock: Clock, loss: Tensor, recent: Tensor, lr_factor: float) -> None:
     """Logs the loss of the last step and the mean since the last such line. recent: the sum of the losses
     since then, which begins anew. Raises Refused if one of them is not finite."""
     cfg = run.cfg
+    state = run.state
     last = mean_of_ranks(loss, run.team)
     mean = mean_of_ranks(recent, run.team) / state.loss_steps
     recent.zero_()
     state.loss_steps = 0
     step = state.step
     now = clock.seconds()
-    state.curves["train"].append((step, now, last))
-    state.curves["mean"].append((step, now, mean))
-    check_finite(mean, "train_loss", step, state.curves["train"][:-1])  # the mean has every loss
+    require(math.isfinite(mean), f"train_loss is not finite at step {step}: lower the learning rates")
     left = now / cfg.progress(step, now) - now
     run.log(f"step:{step}/{total_steps(cfg)} train_loss:{last:.4f} {time_text(now, step)} "
             f"tok/s:{state.tokens / now:.0f} lr_factor:{lr_factor:.3f} eta:{left:.0f}s mean_loss:{mean:.4f}",
             kind="train", step=step, steps=total_steps(cfg), seconds=now, train_loss=last, mean_loss=mean,
             tokens=state.tokens, lr_factor=lr_factor, eta=left)
 
-def evaluate_further(run: Run, further: list[Callable]) -> None:
-    """Further evaluations and samples, off the clock."""
-    for evaluation in further:
-        evaluation(run.model, run.cfg, run.data, run.team, run.log)
-    gc.collect()  # garbage_kept() turned it off
-    run.team.share(None)  # the others wait for rank 0 here, where the long timeout applies
-
-def validate(run: Run, state: TrainState, stage: Stage | None, done: str | None) -> Score:
+def validate(run: Run, stage: Stage | None, done: str) -> Score:
     """val_loss, off the clock, with the windows and loops of `stage` (None: those of evaluation), by the
     weights that the steps read: on a GPU those are bf16, while files hold the fp32 masters. done: why no step
-    follows, or None."""
+    follows."""
     cfg = run.cfg
-    log = run.log
-    step = state.step
-    if done == "wallclock_cap":
-        log(f"stopping_early: {done} train_time:{state.seconds * 1e3:.0f}ms step:{step}/{total_steps(cfg)}",
-            kind="stop", reason=done, step=step, seconds=state.seconds)
-    if done:
-        run.optimizer.end()
-    log("evaluating val_loss")
+    state = run.state
+    if done not in ("", "iterations"):
+        run.log(f"stopping_early: {done} train_time:{state.seconds * 1e3:.0f}ms step:{state.step}/"
+                f"{total_steps(cfg)}", kind="stop", reason=done, step=state.step, seconds=state.seconds)
+    run.log("evaluating val_loss")
     score = evaluate(run.model, cfg, run.data, run.team, stage)
-    state.curves["val"].append((step, state.seconds, score.val_loss))
-    log(f"step:{step}/{total_steps(cfg)} {score_text(cfg, score)} {time_text(state.seconds, step)}",
-        kind="val", step=step, steps=total_steps(cfg), seconds=state.seconds, **score._asdict())
-    log.seal()
-    check_finite(score.val_loss, "val_loss", step, state.curves["train"])
+    require(math.isfinite(score.val_loss),
+            f"val_loss is not finite at step {state.step}: lower the learning rates")
+    run.log(f"step:{state.step}/{total_steps(cfg)} {score_text(cfg, score)} "
+            f"{time_text(state.seconds, state.step)}", kind="val", step=state.step, steps=total_steps(cfg),
+            seconds=state.seconds, **score._asdict())
+    run.log.seal()
     return score
 
 def time_text(seconds: float, step: int) -> str:
     return f"train_time:{seconds * 1e3:.0f}ms step_avg:{seconds * 1e3 / max(step, 1):.2f}ms"
 
-def check_finite(loss: float, name: str, step: int, curve: list) -> None:
-    """Raises Refused, with the losses before, if this one is not finite."""
-    past = "before: " + (", ".join([f"{value:.4f} at step {s}" for s, _, value in curve[-3:]]) or "nothing")
-    require(math.isfinite(loss), f"{name} is not finite at step {step} ({past}): lower the learning rates")
+def save_weights(run: Run) -> None:
+    """Ends the optimizer's work and writes final_model.pt, before anything scores it. All ranks call it
+    together."""
+    run.optimizer.end()
+    payload = to_payload(run.model, run.optimizer.weights() | run.model.state())
+    if run.team.rank == 0:
+        write_atomically(run.folder / "final_model.pt", partial(torch.save, payload))
 
-def training_report(run: Run, state: TrainState, score: Score, stop_reason: str) -> dict:
-    """Part of the result: time, steps, tokens, FLOPs, the pace of a step."""
-    now = state.seconds
-    laps = [1e3 * seconds for seconds, _ in state.laps] or [1e3 * now / state.step]
-    step_ms = np.percentile(laps, (50, 95, 100)).round(3).tolist()
-    flops = flops_per_token(run.cfg) * state.tokens
-    mfu = None
-    if re.search("H[12]00", hardware(run.team)):
-        mfu = flops / (H100_FLOPS * run.team.world_size * now)
-    min_val_bpb = score.val_bpb
-    if score.val_bpb:
-        min_val_bpb = score.val_bpb / score.val_loss * min([loss for _, _, loss in state.curves["val"]])
-    return dict(
-        train_time_ms=round(now * 1e3), step_ms=dict(zip(("p50", "p95", "max"), step_ms)), steps=state.step,
-        tokens=state.tokens, tok_per_s=round(state.tokens / now), stop_reason=stop_reason,
-        total_training_flops=flops, mfu=mfu, min_val_bpb=min_val_bpb)
-
-def open_folder(run: Run, again: bool) -> None:
-    """Opens logs/<run_id>/ with train_gpt.py and train.log. again: it may exist, as that of a resumed run
-    does. Raises Refused."""
-    cfg = run.cfg
-    team = run.team
-    log = run.log
-    kind = "eval" if cfg.eval_from else cfg.preset
-    run_id = team.share(cfg.run_id or f"{kind}_seed{cfg.seed}_{datetime.now():%Y%m%d_%H%M%S_%f}")
-    folder = Path("logs", run_id)
-    problem = None
+def open_folder(cfg: Config, team: Team, log: Log, data: Data) -> Path:
+    """Opens logs/<run_id>/ on rank 0, with train_gpt.py and train.log. Raises Refused."""
+    folder = Path("logs", cfg.run_id)
     if team.rank == 0:
+        require(cfg.resume or not folder.exists(), f"run_id={cfg.run_id!r}: {folder} exists")
         rule = "=" * 100
-        versions = f"python {platform.python_version()} torch {torch.__version__} {platform.platform()}"
+        versions = f"python {sys.version.split()[0]} torch {torch.__version__}"
         gpus = [subprocess.getoutput("nvidia-smi | sed /Proc/Q")] if team.on_gpu else []
         head = [script_source().decode(), rule, versions, f"hardware: {hardware(team)}", *gpus, rule]
         try:
-            folder.mkdir(parents=True, exist_ok=again)
-            run.saver.hold(folder)
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / "train_gpt.py").write_bytes(script_source())
             log.open(folder / "train.log", "\n".join(head))
         except OSError as error:
-            why = "exists" if isinstance(error, FileExistsError) else f"cannot be written ({error.strerror})"
-            problem = Refused(f"run_id={run_id!r}: {folder} {why}")
-        except UnicodeError:
-            problem = Refused(f"run_id={run_id!r}: this locale cannot write it")
-        except Refused as error:
-            problem = error
-    team.share(problem)
-    if team.agent:
-        team.agent.set(RUN_KEY, run_id)
+            raise Refused(
+                f"{folder} cannot be written ({brief(error)}): is logs a link to nowhere?") from None
+    team.share(None)  # the others end with rank 0
     log.path = folder / "train.log"
-    run.folder = folder
-    run.cfg = replace(cfg, run_id=run_id)
-    run.asked = replace(run.asked, run_id=run_id)
     log(f"run folder: {folder}")
-    lines = "".join([f"config {name}={show(value)}\n" for name, value in vars(run.cfg).items()])
-    config = hashlib.sha256(lines.encode()).hexdigest()
-    inputs = {"train_gpt.py": script_sha256(), "config": config} | run.data.about["sha256"]
+    lines = [f"config {name}={show(value)}" for name, value in vars(cfg).items()]
+    config = hashlib.sha256("".join([f"{line}\n" for line in lines]).encode()).hexdigest()
+    inputs = {"train_gpt.py": script_sha256(), "config": config} | data.about["sha256"]
     log(*[f"sha256 {name}:{digest}" for name, digest in inputs.items()])
-
-def first_result(run: Run, changed: dict[str, list[str]], resumed: bool) -> dict:
-    """result.json as far as it is known before training."""
-    cfg = run.cfg
-    context = cfg.eval_context or cfg.train_seq_len
-    settings = dict(eval_tokens=cfg.val_tokens or "full", eval_context=context,
-                    eval_stride=cfg.eval_stride or context, eval_window=cfg.scoring_window() or "full")
-    return dict(run_id=cfg.run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,
-        train_time_ms=0, steps=0, tokens=0, bytes_code=len(script_source()), bytes_model=None,
-        bytes_total=None, code_sha256=script_sha256(), world_size=run.team.world_size,
-        hardware=hardware(run.team), torch=torch.__version__,
-        config={name: show(value) for name, value in vars(cfg).items()}, overrides=changed,
-        data=run.data.about, eval=settings, stop_reason="eval_from" if cfg.eval_from else None,
-        started=run.started, resumed=resumed)
-
-def check_speed(cfg: Config, team: Team, log: Logger) -> None:
-    """Refuses to train on a CPU, unless asked to, if a step would take more than a minute."""
-    seconds = flops_per_token(cfg) * cfg.train_batch_tokens / CPU_FLOPS / torch.get_num_threads()
-    if seconds > 60 and not (team.on_gpu or cfg.eval_from):
-        why = (f"{cfg.preset} is made for GPUs: a step takes {seconds / 60:.0f} min here, the whole run "
-               f"{seconds * total_steps(cfg) / 86400:.1f} days (estimate); "
-               "PRESET=tiny trains for 2 min; DEVICE=cpu trains anyway")
-        require(cfg.dry_run or cfg.device == "cpu", why)
-        log(f"machine: {why}")
-
-def prepare(run: Run) -> None:
-    """Opens the dataset, logs the plan and chooses kernels. A dry run works without data. Raises Refused."""
-    cfg = run.cfg
-    team = run.team
-    log = run.log
-    check_speed(cfg, team, log)
-    try:
-        run.data = open_data(cfg, log)
-        bos = cfg.bos_id or max(run.data.bos, 0)
-        run.cfg = cfg = replace(cfg, vocab_size=run.data.vocab_size, bos_id=bos)
-        run.loader = Loader(cfg, run.data, team, log)
-        if not cfg.dry_run:
-            cfg.check_data(run.data)
-    except Missing as error:
-        if not cfg.dry_run:
-            raise
-        run.cfg = cfg = replace(cfg, vocab_size=cfg.vocab_size or 1024)
-        log(f"data: {error}; planning with vocab_size={cfg.vocab_size}")
-    if not cfg.eval_from:
-        run.micro = micro_batch(cfg, team)
-        lab("plan", run)
-        if "plan" not in LAB:  # a script of one recipe has no plan; `record check` reads these lines
-            log(f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
-                f"micro_batch:{run.micro}x{cfg.train_seq_len}", "stage table: from_step tokens_per_step",
-                *[f"{stage.first_step:22} {stage.batch_tokens:15}" for stage in cfg.stages()])
-        run.kernels = choose_kernels(cfg, team.on_gpu, log)
-    elif team.on_gpu:
-        run.model.use(choose_kernels(cfg, True, log)._replace(linear=linear, head_linear=linear))
+    log(*lines, echo=False)
+    return folder
 
 def train_model(run: Run, checkpoint: dict | None, began: float) -> Score:
-    """First values or a checkpoint, rehearsal, training. Sets run.model to what was trained, run.state and
-    run.report. began: when the process began."""
+    """Init or a checkpoint, warmup, training. Sets run.model to what was trained. began: when the process
+    began."""
     cfg = run.cfg
     team = run.team
     # 1. model and optimizer
     with team.device:
-        run.model = cfg.make_model(run.kernels)
-    run.model.trained_on = run.data.identity()
+        run.model = cfg.make_model(choose_kernels(cfg, team.on_gpu, run.log))
+    run.model.trained_on = run.data.about
     make_optimizer = cfg.optimizer()
     run.optimizer = make_optimizer(run.model, cfg, team.rank, team.world_size,
                                    dtype=team.dtype if team.on_gpu else torch.float32, muon_dtype=team.dtype)
     ready = time.perf_counter()
-    # 2. rehearsal
+    # 2. warmup
     how_long = "some minutes" if team.on_gpu else "half a minute"
-    run.log("rehearsal before the clock" + (f", compiling: about {how_long}" if cfg.compile else ""))
-    slowest = rehearse(run)
+    run.log("warmup before the clock" + (f", compiling: about {how_long}" if cfg.compile else ""))
+    warm_up(run)
     setup_ms = round(1e3 * (ready - began))
     compile_ms = round(1e3 * (time.perf_counter() - ready))
     run.log(f"setup:{setup_ms}ms compile:{compile_ms}ms", kind="setup", setup_ms=setup_ms,
             compile_ms=compile_ms)
     # 3. training
-    run.state = restore_run(run, checkpoint) if checkpoint else TrainState()
-    team.begin_training(slowest)
-    run.optimizer.group = team.group
-    run.optimizer.connect()
-    run.saver.begin(run.state)
-    with garbage_kept():
-        score, stop_reason = train(run, run.state)
-    team.group = None
-    run.optimizer.group = None
-    run.report |= training_report(run, run.state, score, stop_reason)
-    run.report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro,
-                       compiled=run.loss_fn is not run.model)
-    # 4. the fp32 weights that it made
-    take_weights(run)
-    return score
-
-def take_weights(run: Run) -> None:
-    """Makes the optimizer's fp32 weights the model's parameters. Drops what was compiled for bf16, because
-    torch 2.11 does not notice that the parameters are now other tensors (pytorch#177525)."""
+    if checkpoint:
+        restore_run(run, checkpoint)
+    score = train(run)
+    gc.enable()
+    run.report |= dict(setup_ms=setup_ms, compile_ms=compile_ms, micro_batch=run.micro)
+    # 4. the fp32 weights that it made. What was compiled for bf16 is dropped, because torch 2.11 does not
+    # notice that the parameters are now other tensors (pytorch#177525)
     for name, value in run.optimizer.weights().items():
-        run.model.get_parameter(name).data = value.to(run.team.device)
+        run.model.get_parameter(name).data = value.to(team.device)
     torch._dynamo.reset()
     run.loss_fn = None
     run.optimizer = None  # frees its gradients and moments
+    return score
 
-def write_and_read_back(run: Run) -> None:
-    """Writes the model's files; run.model becomes what the artifact holds."""
+def write_and_read_back(run: "Run") -> None:
+    """Writes the artifact, if it is scored; run.model becomes what it holds, as read back."""
+    cfg = run.cfg
     model = run.model
-    if run.cfg.score_artifact:
-        run.cfg.calibrate(run)
+    path = run.folder / "final_model.pt"
+    if cfg.score_artifact:
+        path = run.folder / f"final_model.{cfg.codec[:4]}.ptz"
+        packed = cfg.pack(run)
     if run.team.rank == 0:  # other hosts lack the file
-        sizes = write_model(model, run.folder, len(script_source()), run.log)
-        run.log(kind="artifact", **sizes)
-        run.report |= sizes
-        if run.cfg.score_artifact:
-            model.drop_state()  # makes room for the state in the file
-            run.model, _ = load_model(run.folder / artifact_name(run.cfg), run.team.device)
+        if cfg.score_artifact:
+            write_atomically(path, lambda file: file.write(packed))
+            run.model, _ = load_model(path, run.team.device)
             run.model.use(model.kernels)
-    model.hessians = {}
+        code = len(script_source())
+        size = path.stat().st_size
+        limit = cfg.artifact_bytes_limit
+        within = not limit or size + code <= limit
+        sizes: dict = dict(bytes_model=size, bytes_total=size + code, artifact_within_limit=within)
+        run.report |= sizes
+        run.log(f"Serialized model {cfg.codec}: {size} bytes", f"Code size: {code} bytes",
+                f"Total submission size {cfg.codec}: {size + code} bytes, limit {limit or 'none'}"
+                f"{'' if within else ', OVER'}", kind="artifact", **sizes)
     for p in run.model.parameters():
-        run.team.broadcast(p.data)
+        if run.team.world_size > 1:
+            dist.broadcast(p.data, 0)
 
-def finish(run: Run, result: dict[str, Any], score: Score, began: float) -> None:
-    """On rank 0: samples, picture, summary and result.json. score: the one that counts."""
+def score_final(run: Run, model: Model | None, checkpoint: dict | None, began: float) -> dict:
+    """Trains, unless a model is given, and scores what there is -> its part of the result."""
     cfg = run.cfg
-    log = run.log
-    text = score_text(cfg, score)
-    lab("show", run.model, cfg, run.data, run.team, log, run, text)
-    process_ms = round(1e3 * (time.perf_counter() - began))
-    report = run.report | dict(process_ms=process_ms, val_bpb_without_bos=score.val_bpb_without_bos)
-    result |= report | {loss_name(cfg): score.val_loss, "val_bpb": score.val_bpb, "started": run.started,
-                        "finished": f"{datetime.now(UTC):%FT%TZ}"}
-    rows = report | {"core_metric": result["core"], "score": text, "run folder": f"logs/{cfg.run_id}"}
-    for key, value in rows.items():
-        if isinstance(value, dict):
-            value = listed(value)
-        elif isinstance(value, float) and "flops" in key:
-            value = f"{value:.4g}"
-        elif isinstance(value, float):
-            value = f"{value:.8f}" if "bpb" in key else f"{value:.4f}"
-        log(f"{key:>21}  {value}")
-    log(*[f"sha256 {path.name}:{file_sha256(path)}" for path in sorted(run.folder.glob("final_model.*"))])
-    log.seal()
-    text = json.dumps(result, indent=1) + "\n"
-    write_atomically(run.folder / "result.json", lambda file: file.write(text.encode()))
-    log(kind="result", **result)
-
-def load_asked(run: Run, changed: dict[str, list[str]], given: set[str]) -> None:
-    """Loads the model to score (eval_from) and its Config. Unless data_path was given, takes the dataset that
-    the model was trained on, if that lies beside the recipe's. Raises Refused if a changed constant differs
-    from the model's. given: the constants that were set."""
-    run.model, run.cfg = load_model(run.asked.eval_from, run.team.device, run.asked)
-    for name in {"preset", *changed} & {*run.cfg.model_fields()}:
-        there = show(getattr(run.cfg, name))
-        require(show(getattr(run.asked, name)) == there, f"the model has {name}={there}: set the same")
-    if run.model.trained_on and "data_path" not in given:
-        own = Path(run.cfg.data_path).parent / run.model.trained_on["name"]
-        if own.is_dir() and str(own) != run.cfg.data_path:
-            run.log(f"data: {own}, which the model was trained on")
-            run.cfg = replace(run.cfg, data_path=str(own))
-
-def run_once(argv: Sequence[str], env: Mapping, log: Log, saver: Saver) -> None:
-    """One run: the plan only, the score of a file, or training."""
-    cfg = load_config(env, argv)
-    began = time.perf_counter()
-    started = f"{datetime.now(UTC):%FT%TZ}"
-    lab("warnings", cfg, argv, env, log)
-    script_source()
-    team = Team(cfg, env)
-    checkpoint = None
-    cfg = after_restart(cfg, team, log)
-    if cfg.resume:
-        cfg, checkpoint = resume(cfg, team, log, saver)
-        if not cfg:
-            return
-        team = Team(cfg, env)
-    changed = {name: texts for name, texts in overrides(cfg).items() if name != "dry_run"}
-    log(*[f"override {name} {old} -> {new}" for name, (old, new) in changed.items()])
-    # 1. the plan
-    run = Run(cfg, cfg, team, log, saver, started)
-    saver.run = run
-    if cfg.eval_from:
-        load_asked(run, changed, given_names(env, argv))
-    model = run.model  # to be scored; None: one is trained
-    prepare(run)
-    if run.data and model:
-        check_identity(f"eval_from={cfg.eval_from}", model.trained_on, cfg, run.data, log)
-    elif run.data and checkpoint:
-        check_identity(f"resume={cfg.run_id}", checkpoint["data"], cfg, run.data, log)
-    if cfg.dry_run:
-        return
-    if model and "sample" in changed and "show" in LAB:
-        lab("show", model, run.cfg, run.data, team, log)
-        return
-    if not model:
-        run.loader.check()
-    open_folder(run, again=checkpoint is not None)
-    cfg = run.cfg
-    result = first_result(run, changed, checkpoint is not None)
-    log(f"eval settings: {listed(result['eval'])}")
-    log(*[f"config {name}={value}" for name, value in result["config"].items()], echo=False, kind="start",
-        **result)
-    # 2. training, then its artifact as read back; or the file
     scores = {}
     if model:
         kind = "artifact" if cfg.eval_from.endswith(".ptz") else "trained"
-        scores[kind] = evaluate(model, cfg, run.data, team)
+        scores[kind] = evaluate(model, cfg, run.data, run.team)
     else:
         scores["trained"] = train_model(run, checkpoint, began)
         write_and_read_back(run)
         if cfg.score_artifact:
-            log("scoring the artifact as read back")
-            scores["artifact"] = evaluate(run.model, cfg, run.data, team)
-    result["peak_memory"] = peak_memory(team, log)
-    # 3. the scores
+            run.log("scoring the artifact as read back")
+            scores["artifact"] = evaluate(run.model, cfg, run.data, run.team)
+    result: dict = {"peak_memory": peak_memory(run.team)}
+    run.log(result["peak_memory"])
     for kind, score in scores.items():
-        tag = "final_model" if kind == "trained" else f"final_{cfg.codec().replace('+', '_')}_roundtrip"
-        log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}", kind="score",
-            tag=tag, **score._asdict())
-        check_finite(score.val_loss, "the final val_loss", run.report.get("steps", 0), [])
-        result[kind] = score._asdict()
+        tag = "final_model" if kind == "trained" else f"final_{cfg.codec.replace('+', '_')}_roundtrip"
+        run.log(f"{tag} {score_text(cfg, score)}", f"{tag}_exact {score_text(cfg, score, 8)}", kind="score",
+                tag=tag, **score._asdict())
+        require(math.isfinite(score.val_loss), f"{tag}: val_loss is not finite: lower the learning rates")
+        result |= {kind: score._asdict(), loss_name(cfg): score.val_loss, "val_bpb": score.val_bpb,
+                   "val_bpb_without_bos": score.val_bpb_without_bos}
     for evaluation in cfg.evaluations():
-        result |= evaluation(run.model, cfg, run.data, team, log)
-    if team.rank == 0:
-        finish(run, result, scores.get("artifact") or scores["trained"], began)
+        result |= evaluation(run.model, cfg, run.data, run.team, run.log)
+    return result
 
-def main(argv: Sequence[str], env: Mapping, notes: Sequence[str] = ()) -> int:
-    """Returns the exit code: 0 done, 1 failed, 2 refused before training. notes: lines that the log begins
-    with."""
-    if "--help" in argv or "-h" in argv:
-        print(script_source().decode().split('"""')[1])  # `python -OO` leaves out __doc__
-        lab("help", env, argv)
-        return 0
-    log = Log(lead=True)
-    saver = Saver()
-    ranks = Ranks()
+def model_to_score(cfg: Any, given: dict[str, Any], team: Team, log: Log) -> tuple[Model, Any]:
+    """(the model of cfg.eval_from, its Config). given: what was typed; it may only repeat what the model has.
+    Raises Refused."""
+    model, cfg = load_model(cfg.eval_from, team.device, cfg)
+    of_model = {f.name for f in fields(cfg) if f.metadata["model"]}
+    for name, value in given.items():
+        require(name not in of_model or value == getattr(cfg, name),
+                f"the model has {name}={show(getattr(cfg, name, ''))}: set the same")
+    model.use(choose_kernels(cfg, team.on_gpu, log)._replace(linear=linear, head_linear=linear))
+    return model, cfg
+
+def run_once(argv: Sequence[str], env: Mapping, log: Log) -> None:
+    """One run: the score of a file, or training."""
+    began = time.perf_counter()
+    started = f"{datetime.now(UTC):%FT%TZ}"
+    preset, given = typed(env, argv)
+    script_source()
+    checkpoint = None
+    if given.get("resume"):
+        finished = Path("logs", given["resume"], "result.json")
+        if finished.exists():
+            log(f"{given['resume']} has finished: its scores are in {finished}")
+            return
+        cfg, checkpoint = read_checkpoint(preset, given)
+    else:
+        cfg = preset_config(preset, given)
+    changed = overrides(cfg)
+    log(*[f"override {name} {old} -> {new}" for name, (old, new) in changed.items()])
+    team = Team(cfg, env)
+    # 1. the model to be scored, data, run folder
+    model = None
+    if cfg.eval_from:
+        model, cfg = model_to_score(cfg, given | dict(preset=preset), team, log)
+    asked = cfg
+    data = open_data(cfg, log)
+    if model and model.trained_on:
+        check_same_data(f"eval_from={cfg.eval_from}", model.trained_on, cfg, data)
+    elif checkpoint:
+        check_same_data(f"resume={cfg.run_id}", checkpoint["data"], cfg, data)
+    cfg = replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
+    # All that would mix two runs if ranks differed in it. Folders may differ; what is in them may not.
+    constants = vars(replace(cfg, run_id="", data_path="", tokenizer_path=""))
+    team.require_alike(constants | data.about | dict(script=script_sha256(), torch=torch.__version__,
+                                                     activations=team.dtype))
+    sequences = cfg.train_batch_tokens // cfg.train_seq_len
+    require(sequences % team.world_size == 0 or model,
+            f"{team.world_size} ranks do not divide the {sequences} sequences of a step")
+    loader = Loader(cfg, data, team, log)
+    kind = "eval" if model else f"{cfg.preset}_seed{cfg.seed}"
+    run_id = team.share(cfg.run_id or f"{kind}_{datetime.now():%Y%m%d_%H%M%S_%f}")
+    cfg = replace(cfg, run_id=run_id)
+    folder = open_folder(cfg, team, log, data)
+    run = Run(replace(asked, run_id=run_id), cfg, team, log, data, loader, started, folder, model=model)
+    run.micro = cfg.device_batch_size or max(1, sequences // (8 if team.on_gpu else team.world_size))
+    log(f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
+        f"micro_batch:{run.micro}x{cfg.train_seq_len} tokens", "stage table: from_step tokens_per_step",
+        *[f"{stage.first_step:22} {stage.batch_tokens:15}" for stage in cfg.stages()])
+    context = cfg.eval_context or cfg.train_seq_len
+    settings = dict(eval_tokens=cfg.val_tokens or "full", eval_context=context,
+                    eval_stride=cfg.eval_stride or context, eval_window=cfg.scoring_window() or "full")
+    result: dict = dict(
+        run_id=run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,
+        bytes_code=len(script_source()), code_sha256=script_sha256(), world_size=team.world_size,
+        hardware=hardware(team), torch=torch.__version__,
+        config={name: show(value) for name, value in vars(cfg).items()}, overrides=changed, data=data.about,
+        eval=settings, resumed=checkpoint is not None, stop_reason="eval_from" if model else None)
+    log(f"eval settings: {' '.join([f'{name}:{value}' for name, value in settings.items()])}", kind="start",
+        **result)
+    # 2. training, scores, the result
+    result |= score_final(run, model, checkpoint, began)
+    if team.rank == 0:
+        run.report |= dict(started=run.started, finished=f"{datetime.now(UTC):%FT%TZ}",
+                           process_ms=round(1e3 * (time.perf_counter() - began)))
+        result |= run.report
+        log(*[f"{name:>21}  {value}" for name, value in run.report.items()])
+        log(*[f"sha256 {path.name}:{file_sha256(path)}" for path in sorted(folder.glob("final_model.*"))])
+        log.seal()
+        write_atomically(folder / "result.json",
+                         lambda file: file.write(f"{json.dumps(result, indent=1)}\n".encode()))
+        log(kind="result", **result)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: a Slurm job's end is near
+
+def catch_signals(handler: Any = signal.default_int_handler) -> None:
+    """Outside of training, signals end the run like Ctrl-C. In training: handler."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell sets it for `command &`
+            signal.signal(number, handler)
+
+def main(argv: Sequence[str], env: Mapping) -> int:
+    """Returns the exit code: 0 done, 1 failed, 2 refused before training. The last line says why."""
+    log = Log(lead=env.get("RANK", "0") == "0")
+    catch_signals()
     try:
-        ranks = read_ranks(env)
-        log.lead = ranks.rank == 0
-        log(*notes)
-        run_once(argv, env, log, saver)
-        saver.release()
-        saver.wait()
+        run_once(argv, env, log)
         if dist.is_initialized():
             dist.destroy_process_group()
         return 0
     except (Exception, KeyboardInterrupt) as error:
-        code, why = explain(error, log, saver)
+        why = explain(error)
+        code = 2 if isinstance(error, Refused) and not log.path else 1
+        if "RANK" in env and code == 1 and not isinstance(error, KeyboardInterrupt):
+            why = f"rank {env['RANK']}: {why}"
+    print(f"train_gpt: {why}", file=sys.stderr, flush=True)
     with suppress(OSError):  # the disk may be full
-        log.last_line(why)
-    if code == 1 or ranks.local_rank == 0 or not ranks.by_torchrun:  # all ranks refuse alike
-        print(f"train_gpt: {why}", file=sys.stderr, flush=True)
+        if log.path:
+            print(why, file=open(log.path, "a"), flush=True)
+        log(kind="end", why=why)
     if dist.is_initialized():  # no wait for the others in a collective
         os._exit(code)
     return code
 
-def explain(error: BaseException, log: Log, saver: Saver) -> tuple[int, str]:
-    """The exit code and the last line of train.log for what ended this rank. Prints a traceback only for
-    a bug of ours."""
-    refused = isinstance(error, (Refused, ImportError))
-    interrupted = isinstance(error, KeyboardInterrupt)
-    run = saver.run
-    code = 2 if refused and not log.path else 1
-    if refused or interrupted:
-        why = " ".join(str(error).split()) or "interrupted"
-    else:
-        why = brief(error)
-    if out_of_memory(error):
-        why = "out of memory: lower DEVICE_BATCH_SIZE or VAL_BATCH_SIZE"
-    elif "No space left" in str(error):
-        why = "the disk is full: free some GB"
-    elif lost_peer(error):
-        why = f"another rank is gone or hangs ({brief(error)})"
-    elif not (refused or interrupted or isinstance(error, OSError)):
-        traceback.print_exception(error)
-    if run and run.team.world_size > 1 and log.path and not interrupted:
-        why = f"rank {run.team.rank}: {why}"
-    return code, saver.verdict(why, error)
-
-class Outlet(io.FileIO):
-    """stdout or stderr of a run that goes on even if nobody reads it any more or its disk is full."""
-    def write(self, text):
-        with suppress(OSError):
-            return super().write(text)
-        return len(text)
-
-def outlet(number: int, stream: TextIO | None) -> io.TextIOWrapper:
-    """The same stream, but writing never fails."""
-    try:
-        os.fstat(number)
-    except OSError:  # closed, as by >&-; no file of the run may get its number
-        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-    raw = Outlet(number, "w", closefd=False)
-    encoding = getattr(stream, "encoding", "utf-8")
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, "replace", line_buffering=True)
-
 # ---------- 14 recipes
+class Layer(NamedTuple):
+    """What one layer costs."""
+    window: int  # tokens that a token sees; 0: no attention
+    mlp_mult: float  # MLP width / model_dim; 0: no MLP
+    passes: int = 1  # how often it runs
+
+@dataclass(frozen=True)
+class Staged(Config):
+    """The constants and methods of recipes with several stages and several ways to make rows."""
+    # columns of the table of stages, one entry per stage; empty: as the rows of stages() have them
+    stage_starts: tuple = option((), "fractions of iterations at which stages begin", 0, 1, of=float)
+    batch_schedule: tuple = option((), "train_batch_tokens times this, per stage", 1, 1024, of=int)
+    seq_schedule: tuple = option((), "train_seq_len times this, per stage", 1, 1024, of=int)
+    packing: str = option("rows", "how training rows are cut from the stream", choices=("rows",))
+    shuffle: bool = option(False, "training rows in one random order; 0: in order")
+    max_epochs: int = optional(0, "passes over the training tokens; 0: any number")
+    triton_kernels: bool = option(True, "our own Triton kernels on a GPU; 0: what torch.compile generates")
+    # {packing: class of Packer}
+    packers: ClassVar[dict[str, type[Packer]]] = {}
+
+    def packer(self, data: Data, loader: Loader) -> "Packer":
+        self.check_data(data)
+        packer = self.packers[self.packing](self, data, loader)
+        if self.max_epochs:
+            loader.most_tokens = self.max_epochs * packer.held_tokens
+            needed = planned_tokens(self)
+            require(needed <= loader.most_tokens or self.max_wallclock_seconds or self.eval_from,
+                    f"{needed} train tokens are needed, max_epochs={self.max_epochs} of {packer.held_tokens} "
+                    "allowed")
+        return packer
+
+    def check_data(self, data: Data) -> None:
+        """Raises Refused for a dataset that lacks what the recipe's losses and scores need."""
+
+    def document_limit(self) -> int:
+        """Maximum document length in tokens; 0: no limit."""
+        return 0
+
+    def state_bytes(self) -> int:
+        """Bytes of memory for the state built from training tokens (see Model.build)."""
+        return 0
+
+    def fp8_part(self, on_gpu: bool) -> str:
+        """Which products of training are in fp8: off, head or all. Raises Refused."""
+        return "off"
+
+    def check(self: Any) -> None:
+        super().check()
+        T = self.train_seq_len
+        starts = [stage.start for stage in self.stages()]
+        require(starts == sorted([0.0, *starts[1:]]), f"stage_starts={show(tuple(starts))} must grow from 0")
+        for stage in self.stages():
+            require(stage.row_tokens == T or self.packers[self.packing].any_length,
+                    f"packing={self.packing} makes rows of train_seq_len={T}, not of {stage.row_tokens}")
+
 # ---------- tiny: lowest val_bpb of the embedded corpus after 120 s on any CPU or GPU
 # Our own game; records are in records/track_tiny. Two minutes allow few steps, so the model looks up what it
 # need not learn: which tokens followed the current context in the training text and earlier in the row.
 @dataclass(frozen=True)
-class Tiny(Config[WindowStage]):
+class Tiny(Staged):
     """Two layers, one of them with attention; embeddings of bigrams and of candidates for the next token; key
     offset, U-Net skips, Muon."""
     preset: str = option("tiny", "the recipe", model=True)
@@ -3843,7 +2797,7 @@ class Tiny(Config[WindowStage]):
             if orders != (0,) and len({0, *orders}) <= len(orders):
                 raise Refused(f"{name}={show(orders)}: each one once, or 0 alone")
 
-    packers = dict(rows=Rows, spans=Spans)
+    packers = dict(rows=Rows, spans=StageSpans)
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
@@ -4286,7 +3240,7 @@ class NgramCounts(nn.Module):
         text = np.frombuffer(bytearray(stream.decompress(packed.numpy(), 1 << 32)), np.uint16)
         if packed.dtype != torch.uint8 or not stream.eof or stream.unused_data:
             raise Refused("no counted text")
-        check_tokens(text, self.cfg.vocab_size, "the counted text")
+        require(text.max(initial=0) < self.cfg.vocab_size, "another vocabulary")
         require(starts.dtype == torch.uint8 and starts.shape == self.starts.shape, "another vocabulary")
         self.starts.copy_(starts)
         self.count(text)
@@ -4328,7 +3282,7 @@ class CountingModel(Model):
             text = np.concatenate([np.array(open_shard(shard.path)) for shard in run.loader.shards])
             self.counts.count(text)
         except (MemoryError, RuntimeError) as error:
-            if out_of_memory(error) or "bad_alloc" in str(error):  # raised by torch.sort
+            if isinstance(error, MemoryError) or re.search("allocate|bad_alloc", str(error)):
                 raise Refused("no memory left to count n-grams: MEMORY=0 goes without them") from None
             raise
         run.log(f"n-grams of {run.loader.total} tokens counted in {time.perf_counter() - began:.1f} s")
@@ -4340,10 +3294,6 @@ class CountingModel(Model):
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         if len(self.counts.tables):
             self.counts.load(tensors.pop("counts.text"), tensors.pop("counts.starts"))
-
-    def drop_state(self) -> None:
-        del self.counts.tables
-        del self.counts.lists
 
 def limits_reached(x: Tensor, limits: tuple[float, ...]) -> Tensor:
     """For each number, how many of the rising limits it reaches, int64, any shape."""
@@ -4541,9 +3491,7 @@ def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Logger,
     tokens = data.val[:1 + (cfg.val_tokens or len(data.val))]
     rows = evaluation_rows(cfg, len(tokens), cfg.eval_stride)
     rows = rows[::max(1, len(tokens) // cfg.val_part)]
-    nats = np.zeros(len(tokens))
-    compiled = team.on_gpu and cfg.compile
-    score_share(nats, rows, model, cfg, tokens, team, compiled=compiled)
+    nats = plain_nats(model, cfg, tokens, team, rows=rows)
     targets = sum([1 + last - first for _, first, last in rows])
     loss = all_reduce(torch.tensor(nats.sum())).item() / targets
     log(f"val_part step:{step} val_loss:{loss:.4f}", kind="val_part", step=step, val_loss=loss)
@@ -4819,25 +3767,11 @@ def nesterov_of_sum(state: UpdateState, hyper: MuonHyper) -> Tensor:
     state.first.mul_(hyper.momentum).add_(grad)
     return grad + hyper.momentum * state.first
 
-cpu_causal_attention = partial(causal_attention, kernel=cpu_kernel)
-
-def dense_attention(cfg: Config, on_gpu: bool, log: Logger) -> dict[str, Callable]:
-    """Kernels of attention where every token sees all tokens before it."""
-    if not on_gpu:
-        return dict(attention=cpu_causal_attention)
-    log("attention: torch's choice")
-    return {}
-
-class GolfRecipe(Config[Stages]):
-    """Class attributes that golf and golf_plus share."""
-    unused = dict(tie_embeddings="1", embed_lr=None, head_lr=None)  # accepted, change nothing
-    attention_kernels = dense_attention
-
 # ---------- golf: lowest val_bpb of a 16,000,000-byte artifact after 600 s on 8xH100
 # The public record parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394
 # steps of 71.47 ms.
 @dataclass(frozen=True)
-class Golf(GolfRecipe[Stage]):
+class Golf(Config):
     """Nine layers with grouped-query attention, U-Net skips, a tied embedding and Muon. A token sees all
     earlier tokens of its row, those of other documents too."""
     preset: str = option("golf", "the recipe", model=True)
@@ -4857,7 +3791,6 @@ class Golf(GolfRecipe[Stage]):
     # parameter-golf 2026-03-19_TrainingOptSeq4096: -0.023 bpb, with Muon's rate and momentum retuned
     train_seq_len: int = option(4096, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = option(393_216, "tokens per step over all ranks", 1, 1 << 30)
-    packing: str = option("spans", "how training rows are cut from the stream: see Spans", choices=("spans",))
     val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
     val_loss_every: int = optional(1000, "steps between validations, from step 0 on; 0: at the end only")
     train_log_every: int = optional(200, "steps between train_loss lines after step 10; 0: every 100")
@@ -4877,7 +3810,7 @@ class Golf(GolfRecipe[Stage]):
     iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
     max_wallclock_seconds: float = optional(600.0, "training seconds; 0: no cap", 0, 1e7)
     warmdown_iters: int = optional(3000, "last steps, over which LR falls to zero; 0: no warmdown")
-    warmup_steps: int = optional(20, "steps on made-up tokens before the clock starts", 0, 1000)
+    warmup_steps: int = optional(20, "steps on dummy tokens before the clock starts", 0, 1000)
     # artifact and scores
     artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
     artifact_scale_floor: float = optional(1 / 127, "smallest rounding step of an int8 row; 0: none", 0, 1)
@@ -4886,12 +3819,12 @@ class Golf(GolfRecipe[Stage]):
         super().check()
         check_grouped_queries(self)
 
-    packers = dict(spans=Spans)
-
     def stages(self) -> list[Stage]:
-        return stage_rows(self, [
-            # begins at, tokens per step, tokens per row
-            Stage(0.0, self.train_batch_tokens, self.train_seq_len)])
+        # begins at, tokens per step, tokens per row
+        return [Stage(0.0, self.train_batch_tokens, self.train_seq_len)]
+
+    def packer(self, data: Data, loader: Loader) -> Spans:
+        return Spans()
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
@@ -4940,13 +3873,8 @@ class Golf(GolfRecipe[Stage]):
         warmup = warmup_done(step, self.muon_momentum_warmup_steps)
         return Schedule(lr, momentum=momentum_at(self, warmup))
 
-    def layers(self, stage: Stage | None = None) -> list[Layer]:
-        T = self.train_seq_len if stage is None else stage.row_tokens
-        return [Layer(T, self.mlp_mult)] * self.num_layers
-
-    def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
-                 hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return quantize_by_maximum(w, row.levels // coarser, self.artifact_scale_floor)
+    def quantize(self, row: Row, w: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_by_maximum(w, row.levels, self.artifact_scale_floor)
 
     def make_model(self, kernels: Kernels) -> Model:
         return GolfModel(self, kernels)
@@ -5061,7 +3989,7 @@ class LoopStage(Stage):
 # parameter-golf#1394, 2026-04-05_SP8192_GPTQ-Embeddings_SDClip_Loop45x2: val_bpb 1.0856, about 4,988 steps.
 # Gains below are in bits per byte, as records of parameter-golf report them.
 @dataclass(frozen=True)
-class GolfPlus(GolfRecipe[LoopStage]):
+class GolfPlus(Staged):
     """Eleven layers, two of which run three times in the second half of the run; XSA, EMA, and GPTQ
     to 6 bits (8 for the embedding)."""
     preset: str = option("golf_plus", "the recipe", model=True)
@@ -5127,7 +4055,7 @@ class GolfPlus(GolfRecipe[LoopStage]):
     iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
     max_wallclock_seconds: float = optional(588.0, "training seconds; 0: no cap", 0, 1e7)
     warmdown_frac: float = optional(0.667, "last fraction of the run, in which LR falls to 0; 0: none", 0, 1)
-    warmup_steps: int = optional(40, "steps on made-up tokens before the clock starts", 0, 1000)
+    warmup_steps: int = optional(40, "steps on dummy tokens before the clock starts", 0, 1000)
     # artifact and scores
     artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
     artifact_codec: str = option("brotli", "compressor", choices=("zlib", "brotli"))
@@ -5147,7 +4075,7 @@ class GolfPlus(GolfRecipe[LoopStage]):
         if looped != (0,) and (len(looped) != 2 or looped[0] > looped[1]):
             raise Refused(f"loop_layers={show(looped)} must be a first and a last layer, or 0")
 
-    packers = dict(shards=Shards, spans=Spans, rows=Rows)
+    packers = dict(shards=Shards, rows=Rows)
 
     def stages(self) -> list[LoopStage]:
         B = self.train_batch_tokens
@@ -5214,16 +4142,17 @@ class GolfPlus(GolfRecipe[LoopStage]):
         order = looped_order(self.num_layers, self.loop_layers, stage.loops)
         return [Layer(stage.row_tokens, self.mlp_mult, order.count(i)) for i in range(self.num_layers)]
 
-    def calibrate(self, run: Run) -> None:
-        """Hessians for GPTQ; the tied embedding gets one from its inputs as lm_head."""
+    def calibrate(self, run: Run) -> dict[str, Tensor]:
+        """Hessians for GPTQ; the tied embedding gets one from its inputs as lm_head. Its time counts as
+        training, so the recipe has a lower cap."""
         if not self.gptq_batches:
-            return
+            return {}
         began = time.perf_counter()
         seconds = self.gptq_seconds if self.max_wallclock_seconds else 0.0
-        run.model.hessians = input_hessians(run.model, self, run.data, run.team, self.gptq_batches, seconds,
-                                            run.log)
+        hessians = input_hessians(run.model, self, run.data, run.team, self.gptq_batches, seconds, run.log)
         run.team.wait()
         run.report["calibration_ms"] = round(1e3 * (time.perf_counter() - began))
+        return hessians
 
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -5234,28 +4163,36 @@ class GolfPlus(GolfRecipe[LoopStage]):
         return quantize_by_gptq(w, row.step * coarser, row.levels, hessian)
 
     def check_data(self, data: "Data") -> None:
-        """Refuses a sliding evaluation that 8 H100s cannot finish in the 600 s that the game allows, and a
-        machine without brotli."""
-        if self.codec() == "brotli":
-            import brotli  # noqa: F401  a run would be lost without it
-        if not self.eval_sliding or not self.artifact_bytes_limit:
-            return
-        count = self.val_tokens or len(data.val)
-        seconds = sliding_flops(self, count) / (MOST_SCORING_PART * 8 * H100_FLOPS)
-        require(seconds <= 600,
-                f"sliding of {count} tokens takes more than {seconds:.0f} s on 8 H100, and the game allows "
-                "600: raise eval_sliding, or set artifact_bytes_limit=0")
+        """A machine without brotli is refused: a run would be lost there."""
+        if self.codec == "brotli":
+            import brotli  # noqa: F401
 
+    @property
     def codec(self) -> str:
-        kind = self.artifact_codec
-        if self.eval_from:  # by the file's name
-            kind = "brotli" if ".brot." in self.eval_from else "zlib"
-        return "brotli" if kind == "brotli" else super().codec()
+        return "brotli" if self.artifact_codec == "brotli" else "int8+zlib"
 
     def compress(self, raw: bytes) -> bytes:
-        if self.codec() == "brotli":
-            return shuffle_and_compress(raw)
-        return super().compress(raw)
+        return shuffle_and_compress(raw) if self.codec == "brotli" else zlib.compress(raw, 9)
+
+    def pack(self, run: Run) -> bytes:
+        """With GPTQ, fitted into the limit by rounding steps up to 4 times as wide. If even that is too big,
+        the steps stay as they were."""
+        hessians = self.calibrate(run)
+
+        def packed(coarser: float) -> bytes:
+            return self.compress(pack_artifact(
+                run.model, lambda name: dict(hessian=hessians.get(name), coarser=coarser)))
+
+        most = self.artifact_bytes_limit and max(1, self.artifact_bytes_limit - len(script_source()))
+        first = smaller = packed(1.0)
+        coarser = 1.0
+        while most and len(smaller) > most and coarser < 4:
+            coarser = min(4, self.wider_steps(run.model, hessians, coarser, len(smaller), most))
+            smaller = packed(coarser)
+        if coarser == 1 or len(smaller) > most:
+            return first
+        run.log(f"artifact: {len(first) - most} bytes over the limit; steps {coarser:.4f} times as wide fit")
+        return smaller
 
     @staticmethod
     def decompress(packed: bytes) -> bytes:
@@ -5263,22 +4200,26 @@ class GolfPlus(GolfRecipe[LoopStage]):
             return zlib.decompress(packed)
         return decompress_and_unshuffle(packed)
 
-    def wider_steps(self, model: Model, coarser: float, size: float, most: float) -> float:
-        """Searches by entropy, not compressed size: GPTQ takes seconds on a GPU, brotli half a minute."""
-        entropy = self.entropy(model, coarser)
+    def wider_steps(self, model: Model, hessians: dict, coarser: float, size: float, most: float) -> float:
+        """The `coarser` to try next. Searches by entropy, not compressed size: GPTQ takes seconds on a GPU,
+        brotli half a minute."""
+        weights = sum([p.numel() for p in model.parameters()])
+        entropy = self.entropy(model, hessians, coarser)
         aim = entropy * (1 - 1.05 * (1 - most / size))  # 5 % extra: brotli's size shrinks less than entropy
         while entropy > aim and coarser < 4:
-            coarser = super().wider_steps(model, coarser, entropy, aim)
-            entropy = self.entropy(model, coarser)
+            # doubling the steps saves one bit per weight
+            coarser = coarser * max(1.002, 2 ** (8 * (entropy - aim) / weights))
+            entropy = self.entropy(model, hessians, coarser)
         return coarser
 
-    def entropy(self, model: Model, coarser: float) -> float:
+    def entropy(self, model: Model, hessians: dict, coarser: float) -> float:
         """Bytes that an ideal coder needs for the rounded weights."""
         table = self.parameter_table()
         total = 0.0
-        for name, w in stored(model).items():
-            hessian = model.hessians.get(name)
-            total += entropy_bytes(packed_tensors(w, table[kind_of(name)], self, w.numel(), hessian, coarser))
+        for name, p in model.named_parameters():
+            options = dict(hessian=hessians.get(name), coarser=coarser)
+            w = p.detach().cpu()
+            total += entropy_bytes(packed_tensors(w, table[kind_of(name)], self, w.numel(), **options))
         return total
 
     def evaluations(self, step: int | None = None) -> list[Callable]:
@@ -5351,8 +4292,6 @@ def normalize_rows(update: Tensor) -> Tensor:
     (N, R, C)."""
     return update / update.norm(dim=-1, keepdim=True).clamp_min(1e-7)
 
-MOST_SCORING_PART = 0.5  # fraction of peak FLOPS that no scoring run reaches
-
 def quantize_by_rms(w: Tensor, step: float, levels: float) -> tuple[Tensor, Tensor]:
     """w (R, C) -> int8 (R, C), clipped to +-levels, and fp16 scales (R,). A row's scale is step * its rms."""
     scale = row_scales(step * w.square().mean(1).sqrt())
@@ -5395,7 +4334,7 @@ def gptq(w: Tensor, scale: Tensor, levels: float, hessian: Tensor) -> Tensor:
 CALIBRATION_TOKENS = 16_384  # per forward pass; fits in memory beside golf's models
 
 @torch.no_grad()
-def input_hessians(model: Model, cfg: Config, data: Data, team: "Team", batches: int, seconds: float,
+def input_hessians(model: Model, cfg: Any, data: Data, team: "Team", batches: int, seconds: float,
                    log: Logger) -> dict[str, Tensor]:
     """{matrix: sum of x x' over its inputs x in a batch, averaged over batches (C, C)} for gptq(), on the
     device. A batch is one rank's share of a step. Layers that run more than once sum over all passes. Ranks
@@ -5565,7 +4504,7 @@ class Documents(Packer):
     are left out. The position counts documents."""
     any_length = True
 
-    def __init__(self, cfg: Config, data: Data, loader: "Loader"):
+    def __init__(self, cfg: Any, data: Data, loader: "Loader"):
         super().__init__(cfg, data, loader)
         self.index = index = DocumentIndex(cfg, data, loader)
         cuts = {min(stage.doc_len or index.longest, index.longest) for stage in cfg.stages()}
@@ -5628,7 +4567,7 @@ def fp8_head(x: Tensor, weight: Tensor, most: Scales = HEAD_MOST) -> Tensor:
     """linear() of lm_head in fp8, by fixed scales."""
     return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel(), most))
 
-class SpeedrunRecipe(Config[Stages]):
+class SpeedrunRecipe(Staged):
     """Methods that speedrun and speedrun_plus share."""
     def document_limit(self: Any) -> int:
         return self.max_doc_len
@@ -5649,7 +4588,7 @@ class SpeedrunRecipe(Config[Stages]):
 # modded-nanogpt 2025-11-29_BatchSizeSchedule: 132.2 s, 2,160 steps at 33.6, 60.1 and 88.1 ms by stage.
 # A gain in seconds is the difference between two records on that leaderboard.
 @dataclass(frozen=True)
-class Speedrun(SpeedrunRecipe[WindowStage]):
+class Speedrun(SpeedrunRecipe):
     """Windows that grow from stage to stage and stay within a document, value embeddings, gated heads, a skip
     connection, backout; NorMuon, and Adam at every other step."""
     preset: str = option("speedrun", "the recipe", model=True)
@@ -5767,7 +4706,7 @@ class Speedrun(SpeedrunRecipe[WindowStage]):
         if len(self.fp8_head_most) != 3:
             raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
 
-    packers = dict(documents=Documents, spans=Spans, rows=Rows)
+    packers = dict(documents=Documents, spans=StageSpans, rows=Rows)
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
@@ -6060,7 +4999,7 @@ class TargetStage(WindowStage):
 # 70.09 s; 30.5, 51.9, 75.1 and 74.7 ms per step in its stages. This port is untimed. The matrices that
 # Adam updates are bf16 in the public script; here they are fp32 with a bf16 copy.
 @dataclass(frozen=True)
-class SpeedrunPlus(SpeedrunRecipe[TargetStage]):
+class SpeedrunPlus(SpeedrunRecipe):
     """Eleven layers; the last one and the output mix earlier layers with weights that each token computes for
     itself (MUDD). Paired heads, three kinds of embeddings, losses on several targets, fp8."""
     preset: str = option("speedrun_plus", "the recipe", model=True)
@@ -6282,7 +5221,7 @@ class SpeedrunPlus(SpeedrunRecipe[TargetStage]):
             table("bigram_embed", "value_embed"),
             gate("value_gate", "gate", gate_lr, decay=1),
             gate("smear_gate", "stream_gate", gate_lr * 0.01),
-            # MUDD; first_values() sets the output biases
+            # MUDD; adjust_init() sets the output biases
             mudd("mudd_w1", lr=gate_lr * 0.25, decay=1, init="uniform", scale=1.0),
             mudd("mudd_w2", lr=gate_lr * 0.25, decay=1),
             mudd("mudd_b2", lr=gate_lr * 0.25),
@@ -6297,7 +5236,7 @@ class SpeedrunPlus(SpeedrunRecipe[TargetStage]):
             scalar("post_lambdas", lr=gate_lr, beta2=0.95, scale=1.0),
         ])
 
-    def first_values(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def adjust_init(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """The embedding starts as a copy of lm_head; sa_lambdas halve queries, keys and values; MUDD's
         output biases set the initial values of its weights and gates."""
         values["embed"] = values["head"].clone()
@@ -6701,16 +5640,15 @@ class DelayedScales:
         return whole.cpu()
 
     @torch.no_grad()
-    def restore(self, stored: Tensor | None, team: "Team") -> None:
+    def restore(self, stored: Tensor | None, ranks: int, rank: int) -> None:
         """Restores a checkpoint's scales, which rank 0 holds as of_ranks() returned them: each rank's own, or
         the maximum over ranks if their number has changed. None: the initial scales."""
         self.reset()
-        whole = self.values.detach().repeat(team.world_size, 1, 1)
+        whole = self.values.detach().repeat(ranks, 1, 1)
         if stored is not None:
-            same = len(stored) == team.world_size
+            same = len(stored) == ranks
             whole.copy_(stored if same else stored.amax(0, keepdim=True).expand_as(whole))
-        team.broadcast(whole)
-        self.values.copy_(whole[team.rank])
+        self.values.copy_(whole[rank])
 
 class SpeedrunPlusOptimizer(Optimizer):
     """Keeps lm_head and the embedding one matrix until they are untied, and updates the model's delayed
@@ -6719,13 +5657,13 @@ class SpeedrunPlusOptimizer(Optimizer):
         super().__init__(model, *args, **options)
         self.scales = model.scales
 
-    def backward(self, loss: Tensor, alone: bool = False) -> None:
+    def backward(self, loss: Tensor, micro_steps: int = 1) -> None:
         if not self.scales:
-            super().backward(loss, alone)
+            super().backward(loss, micro_steps)
             return
         wanted = [*self.params, self.scales.values]
         *gradients, largest = torch.autograd.grad(loss, wanted, materialize_grads=True)
-        self.add(gradients, alone)
+        self.add(gradients, micro_steps)
         self.scales.largest = largest
 
     def step(self, schedule: Schedule) -> None:
@@ -6742,14 +5680,12 @@ class SpeedrunPlusOptimizer(Optimizer):
             return
         head = bank_of["head"]
         embed = bank_of["embed"]
-        for bank in (head, embed):
-            bank.sum_parts()
-        head.grad.add_(embed.grad)
+        head.grad.copy_(head.grad.float().add_(embed.grad))  # rounded once
         super().update([bank for bank in banks if bank is not embed], schedule)
         embed.data.copy_(head.data)
         for mine, other in zip((embed.master, *embed.state), (head.master, *head.state)):
             mine.copy_(other)
-        embed.clear()
+        embed.fresh = True
 
     def state(self) -> dict[str, Tensor]:
         found = super().state()
@@ -6757,13 +5693,13 @@ class SpeedrunPlusOptimizer(Optimizer):
             found[DelayedScales.NAME] = self.scales.of_ranks(self.world_size)
         return found
 
-    def restore(self, state: dict[str, Tensor], team: "Team") -> None:
-        super().restore(state, team)
+    def restore(self, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+        super().restore(weights, state)
         if self.scales:
-            self.scales.restore(state.get(DelayedScales.NAME), team)
+            self.scales.restore(state.get(DelayedScales.NAME), self.world_size, self.banks[0].rank)
 
     def begin(self, values: dict[str, Tensor]) -> None:
-        super().begin(values)
+        super().begin(self.cfg.adjust_init(values))
         if self.scales:
             self.scales.reset()
 
@@ -6839,7 +5775,7 @@ def fp8_qkv(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor
     products = Fp8QKV.apply(x.flatten(0, -2), query, key, value, factor)
     return [product.to(x.dtype).unflatten(0, x.shape[:-1]) for product in products]
 
-MUDD_SCALE = 0.1  # factor on MUDD's output; first_values() divides the biases by it
+MUDD_SCALE = 0.1  # factor on MUDD's output; adjust_init() divides the biases by it
 
 def qkv_linear(x: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
     """x (B, T, C) -> queries, keys and values, each (B, T, n), by one product with their matrices (n, C),
@@ -7026,6 +5962,31 @@ class SpeedrunPlusModel(SeveralTargets):
         return rms_norm(x)
 
 # ---------- gpt2 and gpt2_plus: what both use
+@cache
+def parameter_counts(cfg: Any) -> Counter:
+    """{group of the parameter table: number of parameters}"""
+    counts = Counter()
+    table = cfg.parameter_table()
+    with torch.device("meta"):
+        for name, p in cfg.make_model(Kernels()).named_parameters():
+            counts[table[kind_of(name)].group] += p.numel()
+    return counts
+
+def horizon_weights(cfg: Any) -> int:
+    """Weights that the horizon counts: those of the blocks' matrices, gates among them, and of lm_head."""
+    counts = parameter_counts(cfg)
+    return counts["matrix"] + counts["gate"] + cfg.vocab_size * cfg.model_dim
+
+def flops_per_token(cfg: Any, stage: "Stage | None" = None) -> float:
+    """Training matmul FLOPs as PaLM counts them (arXiv:2204.02311): 6 per weight, plus 12 * width * window
+    per layer. A layer that runs several times counts each time, averaged over the stages. stage: the one
+    whose windows count; None: the last."""
+    keys = sum([layer.window for layer in cfg.layers(stage)])
+    passes = [sum([layer.passes for layer in cfg.layers(row)]) for row in cfg.stages()]
+    again = sum(passes) / len(passes) / cfg.num_layers
+    head = cfg.vocab_size * cfg.model_dim
+    return 6 * (head + again * (horizon_weights(cfg) - head + 2 * cfg.model_dim * keys))
+
 class BestFit(RankRows):
     """Fills each row with the longest document in a buffer that still fits, again and again; if none does,
     with the beginning of the shortest, whose rest is lost. Rank r of R reads document groups r, r + R, ... of
@@ -7176,6 +6137,37 @@ def prompt_rows(task: Task, i: int, encode: Encode, bos: int, longest: int) -> l
         found.append((tuple(row[cut:]), max(1, first - cut)))
     return found
 
+@torch.no_grad()
+def score_rows(model: Model, cfg: Config, rows: list, team: "Team",
+               score: Callable[..., Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """rows: [(ids, first)], with targets ids[first:]. Yields (a row's index, the scores of its targets), in
+    batches of similar length, longest first. score: a function of (model, last activations (n, C), targets
+    (n,))."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+    tokens = cfg.val_batch_size if team.on_gpu else min(cfg.val_batch_size, CPU_SCORE_TOKENS)
+    while order:
+        # 1. The longest rows left, padded with zeros.
+        T = len(rows[order[-1]][0]) - 1
+        context = model.context(T, team.device, team.dtype if team.on_gpu else torch.float32)
+        size = max(1, tokens // T)
+        here = order[-size:]
+        order = order[:-size]
+        ids = np.zeros((len(here), T + 1), np.int64)
+        wanted = np.zeros((len(here), T), bool)  # wanted[i, t]: is ids[i, t + 1] a target?
+        for i, number in enumerate(here):
+            row, first = rows[number]
+            ids[i, :len(row)] = row
+            wanted[i, first - 1:len(row) - 1] = True
+        # 2. Their activations; those before a target are scored.
+        targets = torch.from_numpy(ids[:, 1:][wanted]).to(team.device)
+        places = torch.from_numpy(np.flatnonzero(wanted)).to(team.device)
+        x = model.hidden(torch.from_numpy(ids[:, :-1].copy()).to(team.device), context).flatten(0, 1)[places]
+        at_once = MAX_SCORES // cfg.vocab_size
+        parts = zip(x.split(at_once), targets.split(at_once))
+        scores = [score(model, part, its_targets) for part, its_targets in parts]
+        counts = [len(rows[i][0]) - rows[i][1] for i in here]
+        yield from zip(here, torch.cat(scores).cpu().split(counts))
+
 def score_with_hits(model: Model, x: Tensor, targets: Tensor) -> Tensor:
     """score_targets(), and beside the nats of each target whether it is the likeliest token: (n, 2)."""
     scores = F.log_softmax(model.logits(x), -1)
@@ -7183,7 +6175,7 @@ def score_with_hits(model: Model, x: Tensor, targets: Tensor) -> Tensor:
     hits = scores.argmax(-1) == targets
     return torch.stack((nats, hits.double()), -1)
 
-def pick_options(model: Model, cfg: Config, task: Task, encode: Encode, bos: int,
+def pick_options(model: Model, cfg: Any, task: Task, encode: Encode, bos: int,
                  team: "Team") -> dict[int, int]:
     """{example of this rank: pick}. A pick is the option with the lowest mean loss, the first one of a tie,
     or -1 if no option has a token to score. In language modeling it is 0 if every token is the likeliest at
@@ -7334,8 +6326,10 @@ def depth_dial(cfg: "GPT2 | GPT2Plus", given: dict[str, Any]) -> Any:
 
 HEAD_MOST_BY_MAXIMUM = (None, None, 1.0)
 
-class GPT2Recipe(Config[WindowStage]):
+class GPT2Recipe(Staged):
     """Methods that gpt2 and gpt2_plus share."""
+    aliases = dict(train_batch_tokens="total_batch_size", iterations="num_iterations", run_id="model_tag")
+
     @classmethod
     def of(cls: Any, preset: str, given: dict[str, Any]) -> Config:
         cfg = cls(**given)
@@ -7840,423 +6834,7 @@ class GPT2PlusModel(GPT2BaseModel):
 # ---------- the registry of recipes
 RECIPES = dict(tiny=Tiny, golf=Golf, golf_plus=GolfPlus, speedrun=Speedrun, speedrun_plus=SpeedrunPlus,
                gpt2=GPT2, gpt2_plus=GPT2Plus)  # type: dict[str, type[Config]]
-# {constant: its dataclass field in the first recipe that has it}
-KNOWN = {f.name: f for recipe in reversed(RECIPES.values()) for f in fields(recipe)}
-# {a name as it is typed: the constant that it means}
-NAMES = {name.upper(): name for name in KNOWN} | {typed.upper(): name for typed, name in ALIASES.items()}
-NAMES |= {name.upper(): name for recipe in RECIPES.values() for name in recipe.unused}
 
-# ---------- 15 lab
-# Conveniences for users, on which no result depends, and FlashAttention 4, which no card has timed yet. The
-# rest of the file calls them through the table at the end of this section.
-def check_foreign(preset: str, name: str, text: str) -> None:
-    """Raises Refused for a constant that only other recipes have, unless it is off, and for one that only the
-    game's public script has, unless its value is the one built into this recipe."""
-    unused = recipe_of(preset).unused
-    if name in unused:
-        wanted = unused[name]
-        require(wanted in (None, text), f"{name}={text}: in {preset} it is always {wanted}")
-        return
-    owners = [other for other, its in RECIPES.items() if name in fields_of(its)]
-    require(name in KNOWN and parse_value(name, text) in off_values(KNOWN[name]),
-            f"{name}={text}: {preset} has no such constant, only {', '.join(owners) or 'others'}")
-
-def off_values(f: Field) -> list:
-    """The values that turn a constant off. f: its dataclass field."""
-    default: Any = f.default
-    if isinstance(default, bool):
-        return [False]
-    if f.metadata["off"]:
-        return [()] if isinstance(default, tuple) else [type(default)(0)]
-    if "off" in f.metadata["choices"]:
-        return ["off"]
-    if f.name == "window_pattern":
-        return ["L"]
-    if isinstance(default, tuple):
-        number = f.metadata["of"]
-        if f.name.endswith("_schedule"):
-            return [(number(0),), (number(1),)]
-        return [(number(0),)]
-    return []
-
-def near_misses(names: Iterable[str]) -> list[tuple[str, str]]:
-    """[(a name that is not a constant, the constant that it is probably a typo of)]"""
-    found = []
-    for typed in names:
-        if typed in NAMES:
-            continue
-        close = get_close_matches(typed.upper(), NAMES, 3, 0.75)
-        close = [name for name in close if abs(len(typed) - len(name)) < 2]
-        if close:
-            found.append((typed, close[0]))
-    return found
-
-def refuse_unknown(preset: str, name: str, text: str) -> None:
-    """Raises Refused for a name that a preset lacks, unless check_foreign() accepts it. preset empty: for a
-    flag that is no constant of any preset."""
-    if preset:
-        check_foreign(preset, name, text)
-        return
-    typed = name.removeprefix("--").replace("-", "_").upper()
-    longer = [known for known in NAMES if typed and known.startswith(typed)]
-    nearest = dict(near_misses([typed])).get(typed, [*longer, "help"][0]).lower().replace("_", "-")
-    raise Refused(f"unknown argument {name}; did you mean --{nearest}?")
-
-def warn(cfg: Config, argv: Sequence[str], env: Mapping, log: Logger) -> None:
-    """Warns about settings that were given but have no effect, and about a known dataset that may lack
-    shards."""
-    for name in sorted(given_names(env, argv) & {*cfg.unused}):
-        log(f"{name}: accepted, as the public script has it; {cfg.preset} does not need it")
-    for typed, name in near_misses(env):
-        log(f"warning: {typed} in the environment is no constant; did you mean {name}?")
-    if env.get("LOGGER"):
-        log("warning: LOGGER works only through ./run.sh")
-    folder = Path(cfg.data_path).absolute()
-    command = DATA_ARGUMENTS.get(folder.name)
-    with suppress(OSError):  # open_data() says what is wrong with the path
-        if command is not None and any(folder.glob("*.bin")) and not (folder / "manifest.json").exists():
-            log("data: no manifest.json, so these may not be all shards; get it with "
-                f"`./run.sh data{command}` to be sure")
-
-def preset_of(env: Mapping[str, str], argv: Sequence[str]) -> str:
-    """The preset named on the command line or in the environment, whatever else they hold; the default one if
-    they name no known one."""
-    words = ["", *argv]
-    named = [after for word, after in zip(words, [*argv, ""]) if word == "--preset"]
-    named += [word.removeprefix("--preset=") for word in argv if word.startswith("--preset=")]
-    named += [env.get("PRESET", "")]
-    for name in named:
-        if name in RECIPES:
-            return name
-    return default_preset()
-
-def print_help(env: Mapping[str, str], argv: Sequence[str]) -> None:
-    """Prints the constants of the named preset only."""
-    preset = preset_of(env, argv)
-    cfg = preset_config(preset)
-    print(f"Constants of {preset}, as NAME=value in the environment or --name=value (range) [value]")
-    for name, f in fields_of(type(cfg)).items():
-        limits = f.metadata
-        value = getattr(cfg, name)
-        accepts = ""
-        if limits["choices"]:
-            accepts = f" ({' | '.join(limits['choices'])})"
-        elif limits["of"] in (int, float) or type(value) in (int, float):
-            accepts = f" ({limits['least']:g} to {limits['most']:g})"
-        print(f"  --{name.replace('_', '-'):28} {limits['doc']}{accepts}  [{show(value)}]")
-    print("Aliases: " + ", ".join([" = ".join(pair) for pair in ALIASES.items()]))
-    print(f"Presets: {', '.join(RECIPES)}; --preset=NAME --help lists another one's constants")
-
-ENTRY_BYTES = 64  # a tensor's name and place, compressed
-# Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log, 0.9963 to 0.9967 in
-# five of golf_plus
-TRAINED_PART = 0.9965
-
-def planned_bytes(cfg: Config) -> int | None:
-    """Estimates the artifact's bytes by compressing about 65,536 random normal weights per kind and shape;
-    trained ones take TRAINED_PART of that. None if the artifact also holds the training text."""
-    if cfg.state_bytes():
-        return None
-    table = cfg.parameter_table()
-    generator = torch.Generator().manual_seed(0)
-    with torch.device("meta"):
-        model = cfg.make_model(Kernels())
-        parameters = [(table[kind_of(name)], p.shape) for name, p in model.named_parameters()]
-    sizes = {}
-    for row, shape in dict.fromkeys(parameters):
-        drawn = max(1, (1 << 16) // math.prod(shape[1:]))
-        w = torch.randn((drawn, *shape[1:]), generator=generator)
-        parts = packed_tensors(w, row, cfg, shape.numel()).values()
-        raw = b"".join([part.numpy().tobytes() for part in parts])
-        sizes[row, shape] = ENTRY_BYTES * len(parts) + len(cfg.compress(raw)) * shape[0] / drawn
-    return round(TRAINED_PART * sum([sizes[key] for key in parameters]))
-
-def plan_lines(cfg: Config, team: Team, micro: int) -> Iterator[str]:
-    """Yields size, cost and memory of the run, and its schedules. micro: sequences per micro-step."""
-    counts = parameter_counts(cfg)
-    flops = flops_per_token(cfg)
-    batch = cfg.train_batch_tokens
-    T = cfg.train_seq_len
-    yield f"parameters:{counts.total()} ({listed(counts)})"
-    yield f"matmul FLOPs per token:{flops:.4g} per step:{flops * batch:.4g}"
-    yield (f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
-           f"micro_batch:{micro}x{T} grad_accum_steps:{batch // T // team.world_size // micro} "
-           f"memory:{step_memory(cfg, team, micro) >> 20} MiB (estimate)")
-    if team.world_size > 1:  # gradients and weights of all banks
-        width = team.dtype.itemsize if team.on_gpu else 4
-        yield f"collectives: {2 * width * counts.total() / 1e6:.0f} MB per step"
-    cap = f"at most {cfg.max_wallclock_seconds:g} s of training" if cfg.max_wallclock_seconds else "no cap"
-    yield f"limits: at most {total_steps(cfg)} steps ({planned_tokens(cfg)} tokens); {cap}"
-    size = None
-    if cfg.artifact_bytes_limit and cfg.score_artifact:
-        size = planned_bytes(cfg)
-    if size:
-        yield (f"artifact: {size} bytes and {len(script_source())} of code (estimate), "
-               f"{(size + len(script_source())) / cfg.artifact_bytes_limit:.1%} of the limit")
-    yield from stage_lines(cfg)
-
-# Columns of the table of stages that the plan shows if they differ
-STAGE_COLUMNS = ("doc_len", "loops", "next_losses", "prefix_loss")
-
-def lr_marks(cfg: Any) -> dict[int, float]:
-    """{step: LR factor from there on, before the warmdown} where a stage begins or the factor changes."""
-    last = total_steps(cfg)
-    steps = {stage.first_step for stage in cfg.stages()}
-    switches = vars(cfg).get("lr_switches", ())
-    steps |= {math.ceil(switch * cfg.iterations - 1e-6) for switch in switches}
-    factors = {}
-    for step in sorted(steps):
-        if step < last:
-            factors[step] = stage_at(cfg, step / last).lr
-            if switches:
-                factors[step] = cfg.top_lr(step / last)
-    return factors
-
-def warmdown_text(cfg: Config) -> str:
-    """When and how far the learning rate falls."""
-    constants = vars(cfg)
-    floor = constants.get("lr_floor", 0)
-    if "warmdown_iters" in constants:
-        return f"in the last {constants['warmdown_iters']} steps lr_factor falls to {floor:g}"
-    whole = "iterations" if cfg.extension_iterations else "the run"
-    return f"in the last {constants.get('warmdown_frac', 0):.0%} of {whole} lr_factor falls to {floor:g}"
-
-def stage_lines(cfg: Config) -> Iterator[str]:
-    """Yields the table of stages, with a row wherever a column changes; steps assume no time cap."""
-    last = total_steps(cfg)
-    T = cfg.train_seq_len
-    rows = [(step, stage_at(cfg, step / last), lr) for step, lr in lr_marks(cfg).items()]
-    windows = [*cfg.windows(rows[0][1], T)]
-    stages = cfg.stages()
-    more = []
-    for name in STAGE_COLUMNS:
-        if hasattr(stages[0], name) and len({getattr(stage, name) for stage in stages}) > 1:
-            more.append(name)
-    yield " ".join(["stage table: from_step tokens_per_step row_tokens", *windows, "lr_factor", *more])
-    for step, stage, lr in rows:
-        line = f"{step:22} {stage.batch_tokens:15} {stage.row_tokens:10}"
-        for name, size in cfg.windows(stage, stage.row_tokens).items():
-            line += f" {size:{len(name)}}"
-        line += f" {lr:9.4f}"
-        for name in more:
-            line += f" {str(getattr(stage, name)).replace(' ', ','):>{len(name)}}"
-        yield line
-    yield f"warmdown: {warmdown_text(cfg)}"
-    line = f"evaluation: {cfg.val_tokens or 'all'} val tokens, rows of {cfg.eval_context or T}"
-    sizes = cfg.windows(None, cfg.eval_context or T)
-    yield f"{line}, {listed(sizes)}" if sizes else line
-
-def log_plan(run: Run) -> None:
-    """Logs the plan of a run that trains. Raises Refused if training rows may hold too many documents for
-    FlashAttention 4."""
-    cfg = run.cfg
-    if run.loader and cfg.sdpa_backend == "flash4":
-        check_slots(cfg, run.loader.packer)
-    run.log(*plan_lines(cfg, run.team, run.micro))
-
-@torch.no_grad()
-def generate(model: Model, prompt: list[int], count: int, temperature: float, top_k: int = 0,
-             dtype: torch.dtype | None = None) -> list[int]:
-    """The prompt and `count` sampled tokens, each from the top_k likeliest (0: from all); temperature 0:
-    greedy."""
-    ids = [*prompt]
-    device = model.embed.device
-    for _ in range(count):
-        context = model.context(len(ids), device, dtype)
-        x = model.hidden(torch.tensor([ids], device=device), context)[0, -1]
-        scores = model.logits(x).cpu()
-        choices = min(top_k or len(scores), len(scores))
-        best, which = scores.topk(choices if temperature else 1)
-        ids.append(which[torch.multinomial((best / max(temperature, 1e-6)).softmax(-1), 1)].item())
-    return ids
-
-def show_samples(model: Model, cfg: Config, data: Data, team: "Team", log: Logger) -> None:
-    """Logs how the model continues cfg.sample's prompts, or the beginnings of three val documents."""
-    sp = data.tokenizer
-    if not sp:
-        log("samples: none without a tokenizer")
-        return
-    starts = np.flatnonzero(data.val == data.bos)
-    prompts = [data.val[i:i + 24].tolist() for i in starts[::len(starts) // 3 + 1]]
-    if cfg.sample:
-        prompts = [[data.bos, *sp.encode(prompt)] for prompt in cfg.sample.split("|")]
-    torch.manual_seed(cfg.seed)
-    if not cfg.sample_tokens:
-        return
-    for i, prompt in enumerate(prompts, 1):
-        ids = generate(model, prompt, cfg.sample_tokens, cfg.sample_temperature, cfg.sample_top_k, team.dtype)
-        ids = [token for token in ids if token < sp.vocab_size()]  # the rest pads the vocabulary
-        text = sp.decode(prompt)
-        said = sp.decode(ids)[len(text):]
-        whole_lines = said.rpartition("\n")[0]
-        log(f"sample {i}: {text}»{whole_lines or said}")
-
-def plot_curves(curves: dict[str, Curve], title: str, path: Path, log: Logger) -> None:
-    """Plots {split: [(step, training seconds, loss)]} to loss.png; if it cannot (no matplotlib), logs why."""
-    try:
-        from matplotlib.figure import Figure
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.subplots()
-        for curve, label, line in (("mean", "train", "-"), ("val", "val", "o-")):
-            _, seconds, losses = zip(*curves[curve])
-            axes.plot(seconds, losses, line, label=label)
-        axes.set(xlabel="train_time (s)", ylabel="nats per token", title=title, yscale="log")
-        axes.legend()
-        figure.savefig(path, dpi=110)
-    except Exception as error:
-        log(f"loss.png: not drawn ({brief(error)})")
-
-def show_model(model: Model, cfg: Config, data: Data, team: "Team", log: Logger, run: Run | None = None,
-               score: str = "") -> None:
-    """Logs samples of a model and, at the end of a run that trained, plots its curves."""
-    show_samples(model, cfg, data, team, log)
-    if run and run.state:
-        plot_curves(run.state.curves, f"{cfg.preset}: {score}", run.folder / "loss.png", log)
-
-FLASH_BETA = 26  # the first beta of flash-attn-4 4.0.0 whose block-sparse backward pass has no race
-FLASH_ENTRIES = 65_534  # documents in a call; with more, FlashAttention 3 ended the process
-
-def flash_attention_4(cfg: Config) -> Callable:
-    """The operator of FlashAttention 4 (pypi.org/project/flash-attn-4). Raises Refused where it cannot
-    run."""
-    capability = torch.cuda.get_device_capability()
-    require(capability >= (9, 0), f"sdpa_backend=flash4 is for Hopper and Blackwell, compute capability 9 or "
-            f"newer, here {capability}: take sdpa_backend=auto")
-    require(cfg.dtype != "float32", "sdpa_backend=flash4 has no float32: take sdpa_backend=auto")
-    try:
-        version = package_version("flash-attn-4")
-        from flash_attn.cute import interface
-    except (ImportError, OSError) as error:
-        raise Refused(f"sdpa_backend=flash4 needs FlashAttention 4, but {brief(error)}: install "
-                      "requirements-flash.txt") from None
-    beta = re.search(r"b(\d+)", version)
-    require(beta is None or int(beta[1]) >= FLASH_BETA, f"flash-attn-4 {version} is older than beta "
-            f"{FLASH_BETA}, the first without a known race: install requirements-flash.txt")
-    return flash_operator(interface)
-
-@cache
-def flash_operator(interface: Any) -> Callable:
-    """FlashAttention 4's kernels as an operator that torch.compile takes whole: q, k and v (B, T, heads,
-    width) or, where documents begin at `begins` and none is longer than `longest`, (tokens, heads, width) ->
-    (y, logarithms of the sums in fp32). window: tokens before the query, -1: all. Not measured."""
-    def options(begins: Tensor | None, longest: int, window: int) -> dict:
-        found = dict(softmax_scale=1.0, causal=True)
-        if window >= 0:
-            found |= dict(window_size_left=window, window_size_right=0)
-        if begins is not None:
-            found |= dict(cu_seqlens_q=begins, cu_seqlens_k=begins, max_seqlen_q=longest,
-                          max_seqlen_k=longest)
-        return found
-
-    @torch.library.custom_op("train_gpt::flash_attention", mutates_args=())
-    def forward(q: Tensor, k: Tensor, v: Tensor, begins: Tensor | None, longest: int,
-                window: int) -> tuple[Tensor, Tensor]:
-        q, k, v = [x.detach() for x in (q, k, v)]  # DLPack takes nothing that needs gradients
-        found = interface._flash_attn_fwd(q, k, v, return_lse=True, **options(begins, longest, window))
-        return found[0], found[1]
-
-    @forward.register_fake
-    def _(q, k, v, begins, longest, window):
-        *B, T, heads, _ = q.shape
-        sums = q.new_empty(*B, heads, T, dtype=torch.float32)
-        return q.new_empty(*B, T, heads, v.size(-1)), sums
-
-    @torch.library.custom_op("train_gpt::flash_attention_gradients", mutates_args=())
-    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor,
-                 begins: Tensor | None, longest: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
-        found = interface._flash_attn_bwd(q, k, v, y, grad, sums, **options(begins, longest, window))
-        return tuple([x.contiguous() for x in found])
-
-    @backward.register_fake
-    def _(grad, q, k, v, *more):
-        return tuple([x.new_empty(x.shape) for x in (q, k, v)])
-
-    def keep(ctx, inputs, output):
-        *tensors, begins, ctx.longest, ctx.window = inputs
-        ctx.save_for_backward(*tensors, *output, begins)
-        ctx.set_materialize_grads(False)
-
-    def gradients(ctx, grad, _):
-        return *backward(grad, *ctx.saved_tensors, ctx.longest, ctx.window), None, None, None
-
-    forward.register_autograd(gradients, setup_context=keep)
-    return forward
-
-def flash_slots(T: int) -> int:
-    """Documents that a training row of T tokens may hold for FlashAttention 4: 64, 96 and 128 in the
-    speedrun's stages, as in the public record, which gained 0.5 s by it with FlashAttention 3. See
-    check_slots()."""
-    return 32 * (math.ceil(T / 16_384) + 1)
-
-def flash_mask(window: int, T: int, documents: Tensor | None, device: torch.device,
-               longest: int = 0) -> tuple:
-    """window_mask() for flash_attention -> (tokens before the query, -1: all; None, or where the documents of
-    all rows begin, int32, padded with the number of tokens; the maximum document length). The library's
-    backward pass launches a block for each entry and each part of the longest document, empty or not, so
-    compiled steps have flash_slots() entries per row and `longest` as the maximum (0: T). Scoring has no
-    backward pass, and its rows are not checked: the maximum is T, with as many entries as the library takes
-    in compiled steps, else one per document."""
-    begins = None
-    if documents is not None:
-        first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
-        tokens = len(first)
-        compiled = torch.compiler.is_compiling()
-        scoring = not torch.is_grad_enabled()
-        if compiled:
-            slots = min(T, FLASH_ENTRIES // len(documents)) if scoring else flash_slots(T)
-            begins = first.nonzero_static(size=len(documents) * slots + 1, fill_value=tokens)[:, 0].int()
-        else:
-            begins = F.pad(first.nonzero()[:, 0], (0, 1), value=tokens).int()
-        if scoring or not compiled:
-            longest = 0
-    return (window if window < T - 1 else -1), begins, longest or T
-
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: tuple | None, attend: Kernel) -> Tensor:
-    """attention() for masks of flash_mask() or None, by a flash_operator(). In grouped-query attention its
-    backward pass needs one width, so queries and keys narrower than values are then padded with zeros."""
-    window, begins, longest = mask or (-1, None, 0)
-    narrower = v.size(-1) - q.size(-1)
-    if narrower and k.size(1) < q.size(1):
-        q = F.pad(q, (0, narrower))
-        k = F.pad(k, (0, narrower))
-    B = len(q)
-    q, k, v = [x.transpose(1, 2) for x in (q, k, v)]
-    if begins is not None:
-        q, k, v = [x.flatten(0, 1) for x in (q, k, v)]
-    y, _ = attend(q, k, v, begins, longest, window)
-    return y.view(B, -1, *y.shape[-2:]).transpose(1, 2)
-
-def flash_kernels(cfg: Config, log: Logger) -> dict[str, Callable]:
-    """{field of Kernels: function} of attention for sdpa_backend=flash4. Raises Refused."""
-    chosen: dict[str, Callable] = dict(attention=partial(flash_attention, attend=flash_attention_4(cfg)))
-    if cfg.windows(None, cfg.train_seq_len):
-        longest = cfg.document_limit()
-        require(not longest or cfg.packing == "documents", "sdpa_backend=flash4 needs packing=documents, "
-                "whose rows hold a known number of documents")
-        if "P" in vars(cfg).get("window_pattern", ""):  # paired heads make documents twice as long
-            longest *= 2
-        chosen["window_mask"] = partial(flash_mask, longest=longest)
-    log("attention: FlashAttention 4")
-    return chosen
-
-def check_slots(cfg: Config, packer: Packer) -> None:
-    """Raises Refused if some training row may hold more documents than FlashAttention 4 is told of."""
-    if not isinstance(packer, Documents):
-        return
-    for stage in cfg.stages():
-        T = stage.row_tokens
-        longest = packer.index.longest
-        filled = packer.filled[min(stage.doc_len or longest, longest)]
-        ends = filled.searchsorted(filled[:-1] + T + 1)  # of the row that begins with each document
-        most = int((ends - np.arange(len(ends))).max())
-        require(most <= flash_slots(T), f"a row of {T} tokens may hold {most} documents, sdpa_backend="
-                f"flash4 has room for {flash_slots(T)}: take sdpa_backend=auto")
-
-LAB.update(unknown=refuse_unknown, warnings=warn, help=print_help, plan=log_plan, show=show_model,
-           attention=flash_kernels)
-
-# ---------- 16 start
+# ---------- 15 start
 if __name__ == "__main__":
-    sys.stdout = outlet(1, sys.stdout)
-    sys.stderr = outlet(2, sys.stderr)
     sys.exit(main(sys.argv[1:], os.environ))

@@ -36,18 +36,20 @@ import shutil
 import stat
 import struct
 import sys
-import tempfile
 import time
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
-if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
-    sys.path.append(str(Path(__file__).resolve().parent))
-import inputs  # noqa: E402
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
+    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
+from data import inputs  # noqa: E402
 
 if TYPE_CHECKING:  # imported where they are needed: without them, this says what to install
     import numpy as np
@@ -305,20 +307,27 @@ def verify(path: Path, file: File, progress: Progress | None = None) -> str:
 
 
 def check_disk(missing: list[File], out: Path, more: int = 0) -> None:
-    """Raises Refused if the folders are not writable or the disk has no room for `missing`, `more` bytes and
-    the margin."""
-    for folder in sorted({file.local.parent for file in missing}):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise Refused(f"cannot write to {folder}: {error.strerror}") from None
-    there = sum(min(path.stat().st_size, file.size) for file in missing
-                for path in (file.part, file.local) if path.exists())
-    need = sum(file.size for file in missing) - there + more + DISK_MARGIN
-    if (missing or more) and (free := shutil.disk_usage(out).free) < need:
-        raise Refused(f"{out} needs {need / 1e9:,.2f} GB of free disk space ({DISK_MARGIN / 1e9:g} GB of it "
-                      f"as a margin) and has {free / 1e9:,.2f} GB")
+    """Raises Refused if the folders are not writable or their disks, which may be several, have no room for
+    `missing`, for `more` bytes of datasets and for the margin."""
+    need = Counter()
+    for file in missing:
+        there = sum(min(path.stat().st_size, file.size) for path in (file.part, file.local) if path.exists())
+        need[file.local.parent] += file.size - there
+    if more:
+        need[out / "datasets"] += more
+    places = {}     # {disk: its folders}
+    for folder in sorted(need):
+        if reason := inputs.why_not_writable(folder):
+            raise Refused(reason)
+        folder.mkdir(parents=True, exist_ok=True)
+        places.setdefault(os.stat(folder).st_dev, []).append(folder)
+    for disk, folders in places.items():
+        size = sum(need[folder] for folder in folders) + DISK_MARGIN
+        free = shutil.disk_usage(folders[0]).free
+        if free < size:
+            place = out if disk == os.stat(out).st_dev else folders[0]
+            raise Refused(f"{place} needs {size / 1e9:,.2f} GB of free disk space ({DISK_MARGIN / 1e9:g} GB "
+                          f"of it as a margin) and has {free / 1e9:,.2f} GB")
 
 
 def download(hub: Hub, source: Source, revision: str | None, files: list[File]) -> dict[File, str]:
@@ -369,7 +378,7 @@ def decoded_bytes(sp: SentencePieceProcessor, tokens: np.ndarray, bos_id: int) -
         batch = np.asarray(tokens[edges[first]:edges[last]])
         documents = np.split(batch, edges[first + 1:last] - edges[first])
         texts = sp.decode([document[document != bos_id] for document in documents], out_type=bytes,
-                          num_threads=min(os.cpu_count() or 1, 16))
+                          num_threads=min(inputs.usable_cpus(), 16))
         total += sum(map(len, texts))
         first = last
         progress.add(len(batch), len(batch))
@@ -404,7 +413,7 @@ def read_tokenizer(file: File, digests: dict[File, str],
         raise Failed(f"{file.remote} is no SentencePiece model") from None
     if sp.bos_id() < 0:
         raise Failed(f"{file.remote} has no BOS token")
-    return sp, {"path": Path(os.path.relpath(file.local, folder)).as_posix(), "sha256": digests[file],
+    return sp, {"path": inputs.path_between(folder, file.local), "sha256": digests[file],
                 "vocab_size": sp.vocab_size(), "bos_id": sp.bos_id(), "lossless": False}
 
 
@@ -474,7 +483,7 @@ def get_tokens(args: argparse.Namespace, source: Source, hub: Hub) -> str:
 def get_parquet(args: argparse.Namespace, source: Source, hub: Hub) -> str:
     """Download text as parquet files and have prepare.py make a dataset of them, which prints its own
     summary; returns the last line."""
-    import prepare
+    from data import prepare
     started = time.monotonic()
     out = args.out
     revision, listing = hub.list(source.repo)
@@ -489,18 +498,23 @@ def get_parquet(args: argparse.Namespace, source: Source, hub: Hub) -> str:
         if existing != origin:
             raise Refused(f"{source.name} exists and is made of {', '.join(map(str, existing))}, not of "
                           f"{origin[1]}; --force replaces it and its tokenizer")
-    partial = out / "datasets" / f".{source.name}.partial"
-    written = sum(path.stat().st_size for path in partial.glob("*.bin"))
+    chosen = {split: [prepare.Input(file.local, "parquet", marks=False) for file in files
+                      if file.split == split] for split in ("train", "val")}
+    request = prepare.Request(source.name, origin, chosen["train"], source.vocab_size,
+                              prepare.PARQUET_VAL_BYTES, chosen["val"])
+    try:
+        places = prepare.layout(request, out)
+        if args.force or not dataset.exists():
+            prepare.check_places(places)
+    except prepare.DataError as error:      # before the download
+        raise Refused(str(error)) from None
+    written = sum(path.stat().st_size for path in places.partial.glob("*.bin"))
     more = max(0, int(TOKENS_PER_PARQUET * sum(file.size for file in files)) - written)
     if dataset.exists() and not args.force:
         more = 0
     digests, missing = fetch_missing(source, files, revision, out, hub, more)
     write_line("", end="")
     print(f"{describe(source, files, missing)}, {time.monotonic() - started:.0f} s", flush=True)
-    chosen = {split: [(file.local, "parquet") for file in files if file.split == split]
-              for split in ("train", "val")}
-    request = prepare.Request(source.name, origin, chosen["train"], source.vocab_size,
-                              prepare.PARQUET_VAL_BYTES, chosen["val"])
     try:
         prepare.build_parquet(request, out, args.force)
     except prepare.DataError as error:
@@ -589,15 +603,27 @@ def check_bundle(folder: Path) -> dict[str, int]:
     return examples
 
 
+def core_folder(out: Path) -> Path:
+    """Where the bundle goes: behind a link, where that leads. Raises Refused where it cannot go there."""
+    folder = out / "core_bundle"
+    place = inputs.behind_link(folder)
+    if not place:
+        raise Refused(f"{folder} is a link to a place in a folder that is not there: {os.readlink(folder)}")
+    return place
+
+
 def get_core(args: argparse.Namespace, server: Server, url: str) -> str:
     """Download the zip at `url` and unpack it to OUT/core_bundle; returns the summary."""
-    folder = args.out / "core_bundle"
-    partial = args.out / ".core_bundle.partial"
+    folder = core_folder(args.out)
+    partial = folder.with_name(".core_bundle.partial")
     archive = partial / "eval_bundle.zip"
     part = partial / "eval_bundle.zip.part"
     if folder.exists() and not (folder / "eval_bundle.zip").is_file():
         raise Refused(f"{folder} exists and was not made by this command: remove or rename it first")
     complete = is_complete_bundle(folder)
+    if not complete and os.path.ismount(folder):
+        raise Refused(f"{args.out / 'core_bundle'} is where another disk is mounted, and cannot be replaced: "
+                      "mount that one folder higher, with a link to a folder there")
     if not complete:
         check_disk([File("", archive, "", 0, None, None)], args.out)
         if not part.exists() and zipfile.is_zipfile(folder / "eval_bundle.zip"):
@@ -626,7 +652,7 @@ def get_core(args: argparse.Namespace, server: Server, url: str) -> str:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if not complete:
-        old = args.out / ".core_bundle.old"
+        old = folder.with_name(".core_bundle.old")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.replace(old)
@@ -726,7 +752,7 @@ def run(args: argparse.Namespace) -> str:
             import yaml  # noqa: F401
             server = Server(args.tries, args.retry_delay, args.timeout)
             url = web_address("CORE_BUNDLE_URL", CORE_URL)
-            with alone(args, args.out / ".core_bundle.partial"):
+            with alone(args, core_folder(args.out).with_name(".core_bundle.partial")):
                 return get_core(args, server, url)
         if args.source == "gpt2-vocab":
             server = Server(args.tries, args.retry_delay, args.timeout)

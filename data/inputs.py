@@ -1,5 +1,5 @@
 """How text comes in, for data/ and records/: one decoder, one way to open a file, one walk through a folder,
-one lock for a place where only one process may write.
+one lock for a place where only one process may write; where links lead; how many processors we may use.
 
 A text file is decoded by what its first bytes say: a byte order mark of UTF-8, UTF-16 or UTF-32, or without
 one the NULs that UTF-16 and UTF-32 put between plain letters. Every other file is UTF-8. Files that are
@@ -12,9 +12,11 @@ import errno
 import gzip
 import io
 import lzma
+import math
 import os
 import re
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,10 +161,13 @@ def compression_of(start: bytes) -> str:
 
 
 class Utf8(io.RawIOBase):
-    """A binary stream of text in any encoding, as UTF-8 without a byte order mark."""
-    def __init__(self, stream: BinaryIO) -> None:
+    """A binary stream of text in any encoding, as UTF-8 without a byte order mark. `encoding` is what a text
+    is read in that its first bytes do not show to be UTF-16 or UTF-32."""
+    def __init__(self, stream: BinaryIO, encoding: str = "") -> None:
         start = stream.read(SNIFFED)
         name, mark = encoding_of(start)
+        if encoding and (name, mark) == ("utf-8", 0):
+            name = encoding
         self.stream = stream
         self.decoder = None if name == "utf-8" else codecs.getincrementaldecoder(name)()
         self.waiting = self.recode(start[mark:])
@@ -185,16 +190,116 @@ class Utf8(io.RawIOBase):
         return len(part)
 
 
-def text_stream(raw: BinaryIO) -> BinaryIO:
-    """An open file, at its start -> a binary stream of its text, decompressed, in UTF-8 without a mark.
-    Reading it raises UnicodeDecodeError for damaged UTF-16 and UTF-32, and what is in DAMAGED."""
+def unpacked(raw: BinaryIO) -> BinaryIO:
+    """An open file, at its start -> a binary stream of its bytes, decompressed."""
     kind = compression_of(raw.read(16))
     raw.seek(0)
     if kind == "gzip":
-        raw = gzip.open(raw)
-    elif kind == "xz":
-        raw = lzma.open(raw)
-    return io.BufferedReader(Utf8(raw), 1 << 20)
+        return gzip.open(raw)
+    return lzma.open(raw) if kind == "xz" else raw
+
+
+def text_stream(raw: BinaryIO, encoding: str = "") -> BinaryIO:
+    """An open file, at its start -> a binary stream of its text, decompressed, in UTF-8 without a mark; see
+    Utf8. Reading it raises UnicodeDecodeError for damaged UTF-16 and UTF-32, and what is in DAMAGED."""
+    return io.BufferedReader(Utf8(unpacked(raw), encoding), 1 << 20)
+
+
+def utf8_size(path: Path | str, encoding: str = "") -> int | None:
+    """Bytes of a file's text as UTF-8, decompressed; None where it is not whole in UTF-8, 16, 32 or in this
+    encoding. Raises what is in DAMAGED."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    size = 0
+    with open_binary(path) as raw:
+        try:
+            stream = text_stream(raw, encoding)
+            while block := stream.read(1 << 20):
+                decoder.decode(block)
+                size += len(block)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            return None
+    return size
+
+
+CONTROLS = bytes(sorted({*range(32), 127} - {*b"\t\n\v\f\r\x1a\x1b"}))
+
+
+def may_be_text(path: Path | str) -> bool:
+    """May a file that is not whole UTF-8, 16 or 32 be text in another encoding? Its first bytes have no NULs
+    and almost no control characters, or they are UTF-16 or UTF-32 but for some damage."""
+    with open_binary(path) as raw:
+        start = unpacked(raw).read(1 << 16)
+    name, mark = encoding_of(start)
+    if name != "utf-8":
+        text = start[mark:].decode(name, "replace")
+        return sum(char.isprintable() for char in text) > 0.7 * len(text) > 5
+    return b"\0" not in start and len(start) - len(start.translate(None, CONTROLS)) <= len(start) / 100
+
+
+def identity_of(path: Path | str) -> tuple[int, int]:
+    """What is equal for all names of a file, links among them."""
+    about = os.stat(path)
+    return about.st_dev, about.st_ino
+
+
+def path_between(folder: Path | str, file: Path) -> str:
+    """The path of a file from a folder, as the system finds it: `..` leads out of where a link leads to."""
+    place = os.path.join(os.path.realpath(file.parent), file.name)
+    return Path(os.path.relpath(place, os.path.realpath(folder))).as_posix()
+
+
+def behind_link(path: Path) -> Path | None:
+    """Where a link leads, else the path itself; None where not even the folder of that place is there."""
+    if not path.is_symlink():
+        return path
+    place = Path(os.path.realpath(path))
+    return place if place.parent.is_dir() else None
+
+
+def why_not_writable(folder: Path) -> str:
+    """Why nothing can be written to a folder, or to one that would have to be made; "" if it can."""
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.exists():
+        return f"{folder} is a link to {os.readlink(folder)}, which is not there"
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"cannot write to {folder}: {error.strerror}"
+    return ""
+
+
+def cgroup_limits(root: Path) -> Iterator[float]:
+    """Processors that the cgroups of this process allow it, those of either version and of every level."""
+    about = root / "proc/self/cgroup"
+    lines = read_text(about, "replace").splitlines() if about.is_file() else []
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for mount in {controllers, "cpu"} if controllers else {"", "unified"}:
+            top = root / "sys/fs/cgroup" / mount
+            place = top / path.strip("/")
+            for folder in [place, *place.parents]:
+                with contextlib.suppress(OSError, ValueError):
+                    if controllers:
+                        quota = int(read_text(folder / "cpu.cfs_quota_us"))
+                        period = int(read_text(folder / "cpu.cfs_period_us"))
+                    else:
+                        quota, period = map(int, read_text(folder / "cpu.max").split())
+                    if quota > 0 and period > 0:
+                        yield quota / period
+                if folder == top:
+                    break
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """Processors that this process may use: not more than its affinity and its cgroups allow."""
+    count = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    return max(1, min([count, *[math.ceil(limit) for limit in cgroup_limits(root)]]))
 
 
 # Names that desktops, archives, editors and Spark leave beside somebody's files
@@ -247,24 +352,20 @@ def files_below(folder: Path | str, follow: bool = True) -> Iterator[Path]:
     def refuse(error: OSError) -> NoReturn:
         raise error
 
-    def key(path: Path | str) -> tuple[int, int]:
-        about = os.stat(path)
-        return about.st_dev, about.st_ino
-
-    seen = {key(folder)}
+    seen = {identity_of(folder)}
     for here, folders, names in os.walk(folder, onerror=refuse, followlinks=follow):
         chosen = []
         wanted, names = wanted_names(here, folders, names)
         for name in sorted(wanted):
             path = os.path.join(here, name)
-            if os.path.islink(path) and not follow or key(path) in seen:
+            if os.path.islink(path) and not follow or identity_of(path) in seen:
                 continue
-            seen.add(key(path))
+            seen.add(identity_of(path))
             chosen.append(name)
         folders[:] = chosen
         for name in sorted(names):
             path = Path(here, name)
             there = os.path.exists(path)        # no link to nowhere
-            if not (there and key(path) in seen):
-                seen |= {key(path)} if there else set()
+            if not (there and identity_of(path) in seen):
+                seen |= {identity_of(path)} if there else set()
                 yield path

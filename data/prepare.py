@@ -10,10 +10,13 @@ a network. Your own text is files, folders of files, or a pipe: plain text, and 
 of them: encodings, hidden files, links, the cache of the Hugging Face hub. A null or empty `text` is no
 document, and their number is told; a missing one, or one that is no string, is refused.
 
-The input is read in several passes, so memory does not grow with it: hash every document and split by
-hash, train the tokenizer on a sample, encode to a scratch file, copy into shards in hash order. The result
-depends on the set of documents, not on their order. The dataset's folder gets its name last, so a folder
-with that name is complete.
+A file counts once, however often and by whatever names it is given. What stands in val is cut out of train,
+however both are cut into documents: see overlap.py. The embedded corpus is kept as it is.
+
+The input is read in several passes, so memory does not grow with it: hash every document and split by hash,
+collect val, look for it in train, train the tokenizer on a sample, encode to a scratch file, copy into shards
+in hash order. The result depends on the set of documents, not on their order. The dataset's folder gets its
+name last, so a folder with that name is complete.
 
 Parquet is for many gigabytes of text: files, or folders of *.parquet, with a column `text`. The documents
 keep their order, so they should be shuffled already. Val is the file that --val names, else the last one,
@@ -51,7 +54,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 try:
     import numpy as np
@@ -59,9 +62,12 @@ try:
 except ImportError as error:
     sys.exit(f"prepare: the package {error.name} is missing: ./run.sh setup")
 
-if __name__ == "__main__":  # its own folder, which isolated modes of Python leave out
-    sys.path.append(str(Path(__file__).resolve().parent))
-import inputs  # noqa: E402
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
+    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
+from data import inputs  # noqa: E402
+from data import overlap  # noqa: E402
 
 VOCAB_SIZE = 1024  # default; a small model has to learn the embedding within its two minutes
 VAL_BYTES = 1_000_000  # default size of val in bytes of text; at most a tenth of the corpus
@@ -80,10 +86,11 @@ CACHED_WORDS = 1 << 18  # words whose tokens a process caches, some 50 MB
 BOS_ID = 1
 SPACE_MARK = "\u2581"  # how SentencePiece writes a space; where a text has it, it is encoded as three bytes
 RARE_SPACES = 0.002  # share of characters below which coverage might leave the space without a piece
+LEAST_PIECE = 64  # bytes: small plain texts are cut as finely as this, so that val is about a tenth
 LEAST_VOCAB = 260  # three reserved pieces, the bytes and the space
 
 PACKAGES = ("numpy", "scipy", "sympy", "networkx")
-REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
+REQUIREMENTS = ROOT / "requirements.txt"
 # Left out of the packages: files that their builds write, a package's own __init__.py (wheel repair patches
 # it on Windows), and what only some wheels hold (numpy.distutils, Python < 3.12).
 LEFT_OUT = re.compile(r"[^/]+/__init__\.py|numpy/distutils/.*"
@@ -104,15 +111,26 @@ class Stopped(Exception):
     """The work stopped early and can be continued; the message is one sentence for the user."""
 
 
+class Input(NamedTuple):
+    """A file and how it is read."""
+    path: Path
+    kind: str  # a key of READERS
+    piece: int = TEXT_PIECE  # bytes of the documents that plain text is cut into, about
+    encoding: str = ""  # of a text that is not UTF-8, 16 or 32
+    marks: bool = True  # <|endoftext|> and the like end documents, and are no text
+
+
 @dataclass(frozen=True)
 class Request:
-    """What to build. `files` and `val_files` are lists of (path, kind), kind a key of READERS."""
+    """What to build."""
     name: str
     source: list[str]  # where the text comes from, for the manifest
-    files: list[tuple[Path, str]]
+    files: list[Input]
     vocab_size: int = VOCAB_SIZE
     val_bytes: int = VAL_BYTES  # not used where there are val_files, unless they are parquet
-    val_files: list[tuple[Path, str]] | None = None
+    val_files: list[Input] | None = None
+    repeated: int = 0  # inputs that were given twice, or as val and as text
+    frozen: bool = False  # every document is kept as it is, though a part of it may be in val
 
 
 class Progress:
@@ -142,58 +160,113 @@ class Progress:
 # --- documents: a reader takes an open binary file, its path and counts (see documents), and yields texts,
 # --- None for a row whose text is null
 
-def split_pieces(raw: BinaryIO, target: int) -> Iterator[bytes]:
-    """The bytes of the open file `raw` in pieces of about `target` bytes. A piece ends at the first blank
-    line between target and 2 * target, else at the first line end there, else at 2 * target."""
+# What dumps of text put between documents: anywhere but in quotes,
+PLAIN_MARKS = (b"<|endoftext|>", b"<|end_of_text|>")
+# or alone in a line
+LINE_MARKS = (b"</s>", b"<eos>", b"<|eos|>", b"<EOS>", b"[EOS]")
+ANY_MARK = re.compile(b"|".join(map(re.escape, (*PLAIN_MARKS, *LINE_MARKS))))
+AFTER_MARK = re.compile(rb"[ \t]*(?:\r?\n(?:[ \t]*\r?\n)*)?")
+LONGEST_MARK = 64  # bytes, with blanks around it
+QUOTES = (b'"', b"'", b"`")
+
+
+def find_mark(text: bytes, start: int, far: int) -> tuple[int, int] | None:
+    """(start, stop) of the first mark of a document's end that begins between these places, with the blanks
+    around it and the line ends after it."""
+    for mark in ANY_MARK.finditer(text, start, far + LONGEST_MARK):
+        first = mark.start()
+        after = AFTER_MARK.match(text, mark.end()).end()
+        before = text[max(0, first - LONGEST_MARK):first].rpartition(b"\n")[2]
+        if mark[0] in PLAIN_MARKS:
+            is_mark = before[-1:] not in QUOTES and text[mark.end():mark.end() + 1] not in QUOTES
+        else:
+            is_mark = not before.strip() and (after == len(text) or text[after - 1:after] == b"\n")
+        if is_mark and first <= far:
+            return max(start, first - len(before) + len(before.rstrip(b" \t"))), after
+    return None
+
+
+def has_marks(text: bytes) -> bool:
+    return any(mark in text for mark in (*PLAIN_MARKS, *LINE_MARKS))
+
+
+def split_at_marks(text: str, counts: Counter[str]) -> Iterator[str]:
+    """The documents of a row's text, whose ends may be marked."""
+    raw = text.encode()
+    if not has_marks(raw) or not find_mark(raw, 0, len(raw)):
+        yield text
+        return
+    start = 0
+    while mark := find_mark(raw, start, len(raw)):
+        counts["marks"] += 1
+        if raw[start:mark[0]].strip():
+            yield raw[start:mark[0]].decode()
+        start = mark[1]
+    if raw[start:].strip():
+        yield raw[start:].decode()
+
+
+def split_pieces(raw: BinaryIO, target: int, marks: bool, counts: Counter[str]
+                 ) -> Iterator[tuple[int, bytes]]:
+    """(number of its first line, bytes) of the open file `raw` in pieces of about `target` bytes. A piece
+    ends at a mark, which is no part of it, else at the first blank line between target and 2 * target, else
+    at the first line end there, else at 2 * target."""
     buffer = b""
     start = 0
+    line = 1
+    may_have_marks = False
     while True:
-        if len(buffer) - start <= 2 * target:
+        if len(buffer) - start <= 2 * target + LONGEST_MARK:
             buffer = buffer[start:] + raw.read(max(1 << 20, 2 * target))
             start = 0
-        stop = len(buffer)
-        if stop == start:
+            may_have_marks = marks and has_marks(buffer)
+        if len(buffer) == start:
             return
-        if stop - start > target:
-            near = start + target
-            far = start + 2 * target
-            end = (re.compile(rb"\n\r?\n").search(buffer, near, far)
-                   or re.compile(rb"\n").search(buffer, near, far))
-            stop = end.end() if end else min(stop, far)
-            while near < stop < len(buffer) and buffer[stop] & 0xC0 == 0x80:  # inside a character
-                stop -= 1
-        yield buffer[start:stop]
-        start = stop
+        near = start + target
+        far = start + 2 * target
+        mark = find_mark(buffer, start, far) if may_have_marks else None
+        if mark:
+            stop, after = mark
+            counts["marks"] += 1
+        else:
+            stop = after = end_of_piece(buffer, near, far)
+        if not mark or buffer[start:stop].strip():
+            yield line, buffer[start:stop]
+        line += buffer.count(b"\n", start, after)
+        start = after
 
 
-def read_text_file(raw: BinaryIO, path: Path, counts: Counter[str],
-                   target: int = TEXT_PIECE) -> Iterator[str]:
-    line = 1
-    for piece in split_pieces(inputs.text_stream(raw), target):
+def end_of_piece(buffer: bytes, near: int, far: int) -> int:
+    """Where a piece ends that has to end between these places, or at the end of the buffer."""
+    if len(buffer) <= near:
+        return len(buffer)
+    end = re.compile(rb"\n\r?\n").search(buffer, near, far) or re.compile(rb"\n").search(buffer, near, far)
+    stop = end.end() if end else min(len(buffer), far)
+    while near < stop < len(buffer) and buffer[stop] & 0xC0 == 0x80:  # inside a character
+        stop -= 1
+    return stop
+
+
+def not_utf8(path: Path, what: str) -> DataError:
+    return DataError(f"{what} is not UTF-8: if it is Latin-1, --encoding latin-1 reads it, or convert it "
+                     f"with `iconv -f LATIN1 -t UTF-8 {path.name} > NEW`")
+
+
+def read_text_file(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str]:
+    stream = inputs.text_stream(raw, file.encoding)
+    for line, piece in split_pieces(stream, file.piece, file.marks, counts):
         try:
-            yield piece.decode()
+            text = piece.decode()
         except UnicodeDecodeError as error:
             line += piece.count(b"\n", 0, error.start)
-            raise DataError(f"{path}: line {line} is not UTF-8") from None
-        line += piece.count(b"\n")
+            raise not_utf8(file.path, f"{file.path}: line {line}") from None
+        yield text
 
 
-def read_folder_file(raw: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[str]:
-    """Like read_text_file, but a file that is no text is skipped, and only a long one is cut."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    stream = inputs.text_stream(raw)
-    size = 0
-    try:
-        while block := stream.read(1 << 20):
-            decoder.decode(block)
-            size += len(block)
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        counts["binary"] += 1
-        return
-    target = FOLDER_LIMIT if size <= FOLDER_LIMIT else FOLDER_PIECE
-    raw.seek(0)
-    yield from read_text_file(raw, path, counts, target)
+def read_binary(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str]:
+    """A file in a folder that is no text."""
+    counts["binary"] += 1
+    yield from ()
 
 
 # Numbers are not read, and Python limits the digits of an integer, but not those of a float
@@ -228,35 +301,42 @@ TOO_DEEP = "has lists or objects nested too deeply to be read: flatten them or l
 NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError)     # where JSON is no row of text
 
 
-def read_jsonl(raw: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[str | None]:
+def read_jsonl(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str | None]:
     """The `text` of every line."""
-    for number, line in enumerate(inputs.text_stream(raw), 1):
+    for number, line in enumerate(inputs.text_stream(raw, file.encoding), 1):
+        where = f"{file.path}: line {number}"
         try:
             texts = [text_of(row, counts) for row in json_values(line)]
         except RecursionError:
-            raise TooDeep(f"{path}: line {number} {TOO_DEEP}") from None
+            raise TooDeep(f"{where} {TOO_DEEP}") from None
+        except UnicodeDecodeError:
+            raise not_utf8(file.path, where) from None
         except NO_ROW:
-            raise DataError(f"{path}: line {number} is not a JSON object with a string `text`") from None
+            raise DataError(f"{where} is not a JSON object with a string `text`") from None
         yield from texts
 
 
-def read_json(raw: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[str | None]:
+def read_json(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str | None]:
     """The `text` of every object of a list, or of a single one; the file is held in memory."""
+    path = file.path
+    content = inputs.text_stream(raw, file.encoding).read()
     try:
-        rows = JSON.decode(inputs.text_stream(raw).read().decode().removeprefix("\ufeff"))
+        rows = JSON.decode(content.decode().removeprefix("\ufeff"))
         rows = [rows] if isinstance(rows, dict) else rows
         texts = [text_of(row, counts) for row in rows]
     except RecursionError:
         raise TooDeep(f"{path} {TOO_DEEP}") from None
+    except UnicodeDecodeError:
+        raise not_utf8(path, str(path)) from None
     except NO_ROW:
         raise DataError(f"{path} is no list or lines of JSON objects with a string `text`") from None
     yield from texts
 
 
-def csv_rows(raw: BinaryIO, path: Path) -> tuple[Any, list[str]]:
+def csv_rows(raw: BinaryIO, encoding: str = "") -> tuple[Any, list[str]]:
     """(rows as lists, the first of which is the header; place of the column `text` or None) of an open file.
     The delimiter is the one that sets `text` apart in the first line: a comma, a tab or a semicolon."""
-    stream = inputs.text_stream(raw)
+    stream = inputs.text_stream(raw, encoding)
     start = stream.peek()[:1 << 16]
     first_line = start.decode(errors="replace").partition("\n")[0].removeprefix("\ufeff")
     for delimiter in ",\t;":
@@ -268,9 +348,10 @@ def csv_rows(raw: BinaryIO, path: Path) -> tuple[Any, list[str]]:
     return None, []
 
 
-def read_csv(raw: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[str]:
+def read_csv(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str]:
     """The column `text` of a table whose first line names the columns."""
-    rows, header = csv_rows(raw, path)
+    path = file.path
+    rows, header = csv_rows(raw, file.encoding)
     if rows is None:
         raise DataError(f"{path} has no column `text` in its first line: name the column of the texts so, or "
                         "name the file .txt to read it as it is")
@@ -288,27 +369,28 @@ def read_csv(raw: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[str]:
     except UnicodeDecodeError as error:
         if error.encoding != "utf-8":
             raise
-        raise DataError(f"{path}: the text after line {rows.line_num} is not UTF-8") from None
+        raise not_utf8(path, f"{path}: the text after line {rows.line_num}") from None
 
 
-def read_python(raw: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[str]:
+def read_python(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str]:
     try:
         yield clean_source(inputs.decode(raw.read()))
     except UnicodeDecodeError:
         counts["binary"] += 1
 
 
-def read_parquet(raw: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[str | None]:
+def read_parquet(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str | None]:
     """The column `text`, a few rows at a time."""
+    path = file.path
     import pyarrow as pa
     import pyarrow.parquet as pq
     try:
-        file = pq.ParquetFile(raw, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
-        kinds = {field.name: field.type for field in file.schema_arrow}
+        table = pq.ParquetFile(raw, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
+        kinds = {field.name: field.type for field in table.schema_arrow}
         texts = ("string", "large_string", "dictionary<values=string", "null")
         if not str(kinds.get("text")).startswith(texts):
             raise DataError(f"{path} has no column `text` of strings")
-        for batch in file.iter_batches(PARQUET_ROWS, columns=["text"], use_threads=False):
+        for batch in table.iter_batches(PARQUET_ROWS, columns=["text"], use_threads=False):
             yield from batch.column(0).to_pylist()
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # an error of the disk, not of the file's content
@@ -316,34 +398,75 @@ def read_parquet(raw: BinaryIO, path: Path, counts: Counter[str]) -> Iterator[st
         raise DataError(f"{path} is a damaged parquet file or none at all") from None
 
 
-READERS = {"text": read_text_file, "folder": read_folder_file, "jsonl": read_jsonl, "json": read_json,
-           "csv": read_csv, "python": read_python, "parquet": read_parquet}
+READERS = {"text": read_text_file, "jsonl": read_jsonl, "json": read_json, "csv": read_csv,
+           "python": read_python, "parquet": read_parquet, "binary": read_binary}
+NO_ROWS = ("text", "python", "binary")  # kinds whose texts are not split at marks one by one
+
+# What is left of documents a part of which is in val: {index of the document: [(start, stop), ...]}, in bytes
+Cuts = dict[int, list[tuple[int, int]]]
 
 
-def documents(files: list[tuple[Path, str]], counts: Counter[str]) -> Iterator[str]:
-    """The text of every document in `files`, empty ones left out. `counts`, a Counter, collects `binary`
-    (files skipped), `empty` (rows and files without text), `surrogates` (lone ones replaced) and `read`
-    (bytes of files read so far)."""
+def documents(files: list[Input], counts: Counter[str], cuts: Cuts | None = None) -> Iterator[str]:
+    """The text of every document in `files`, empty ones left out, and of some that the cuts name only parts.
+    `counts`, a Counter, collects `binary` (files skipped), `empty` (rows and files without text),
+    `surrogates` (lone ones replaced), `marks` (of a document's end) and `read` (bytes of files read)."""
+    index = -1
+    for text in whole_documents(files, counts):
+        index += 1
+        if cuts and index in cuts:
+            raw = text.encode()
+            yield from [raw[start:stop].decode() for start, stop in cuts[index]]
+        else:
+            yield text
+
+
+def whole_documents(files: list[Input], counts: Counter[str]) -> Iterator[str]:
+    """documents() without cuts."""
     done = 0
-    for path, kind in files:
-        with inputs.open_binary(path) as raw:
+    for file in files:
+        with inputs.open_binary(file.path) as raw:
             try:
-                for text in READERS[kind](raw, path, counts):
+                for text in READERS[file.kind](raw, file, counts):
                     counts["read"] = done + raw.tell()
-                    if text:
+                    if text and file.marks and file.kind not in NO_ROWS:
+                        yield from split_at_marks(text, counts)
+                    elif text:
                         yield text
-                    elif kind != "python":
+                    elif file.kind != "python":
                         counts["empty"] += 1
             except inputs.DAMAGED:
-                raise DataError(f"{path}: the compressed data is damaged") from None
+                raise DataError(f"{file.path}: the compressed data is damaged") from None
             except UnicodeDecodeError as error:
-                raise DataError(f"{path} is not whole {error.encoding.upper()}") from None
+                raise DataError(f"{file.path} is not whole {error.encoding.upper()}") from None
             done += raw.tell()
 
 
 # --- what the input files are --------------------------------------------------------------------------
 
-def form_of(path: Path) -> str:
+@dataclass(frozen=True)
+class Reading:
+    """How text is read where its file does not say: what --encoding and --keep-marks ask for."""
+    encoding: str = ""
+    marks: bool = True
+
+    def encoding_of(self, path: Path, named: bool = True) -> str:
+        """The encoding if a file is not UTF-8, 16 or 32, else "". What the command line names is text."""
+        if not self.encoding:
+            return ""
+        with damaged_is_refused(path):
+            is_text = named or inputs.may_be_text(path)
+            return self.encoding if is_text and inputs.utf8_size(path) is None else ""
+
+
+@contextlib.contextmanager
+def damaged_is_refused(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except inputs.DAMAGED:
+        raise DataError(f"{path}: the compressed data is damaged") from None
+
+
+def form_of(path: Path, encoding: str) -> str:
     """What a file holds: "jsonl", "json", "csv", "parquet" or "text", by its name and, where that does not
     tell, by its first lines; or the name of a compression or an archive that is not known here."""
     with inputs.open_binary(path) as raw:
@@ -351,9 +474,12 @@ def form_of(path: Path) -> str:
     if start.startswith(b"version https://git-lfs."):
         raise DataError(f"{path} is a Git LFS pointer, not the file itself: `git lfs pull` gets that")
     packed = inputs.compression_of(start)
-    name, _, suffix = path.name.lower().rpartition(".")
+    full_name = path.name.lower()
+    if "." not in full_name:    # a link may have none where the file has a suffix
+        full_name = os.path.basename(os.path.realpath(path)).lower()
+    name, _, suffix = full_name.rpartition(".")
     if suffix not in ("gz", "xz"):
-        name = path.name.lower()
+        name = full_name
     elif start and packed != {"gz": "gzip", "xz": "xz"}[suffix]:
         return f"a .{suffix} that is not compressed so"
     unknown = re.search(r"\.(bz2|zst|lz4|zip|tar|tgz|txz)$", name)
@@ -366,14 +492,14 @@ def form_of(path: Path) -> str:
     if name.endswith((".csv", ".tsv")):
         return "csv"
     if name.endswith(".json"):
-        return "jsonl" if is_rows(path) else "json"
-    return "jsonl" if "." not in name and is_rows(path) else "text"
+        return "jsonl" if is_rows(path, encoding) else "json"
+    return "jsonl" if "." not in name and is_rows(path, encoding) else "text"
 
 
-def is_rows(path: Path) -> bool:
+def is_rows(path: Path, encoding: str) -> bool:
     """Are the first two lines of a file, or its only one, JSON objects with a `text`?"""
     with inputs.open_binary(path) as raw, contextlib.suppress(*NO_ROW, *inputs.DAMAGED):
-        stream = inputs.text_stream(raw)
+        stream = inputs.text_stream(raw, encoding)
         rows = [row for _ in range(2) for row in json_values(stream.readline(1 << 24))]
         for row in rows:
             text_of(row, Counter())
@@ -381,23 +507,23 @@ def is_rows(path: Path) -> bool:
     return False
 
 
-def is_json_text(path: Path) -> bool:
+def is_json_text(file: Input) -> bool:
     """Does a .json file hold texts, and nothing else? Raises TooDeep."""
-    with inputs.open_binary(path) as raw:
+    with inputs.open_binary(file.path) as raw:
         try:
-            for _ in read_json(raw, path, Counter()):
+            for _ in read_json(raw, file, Counter()):
                 pass
         except TooDeep:
             raise
-        except (DataError, *inputs.DAMAGED):
+        except (DataError, UnicodeDecodeError, *inputs.DAMAGED):
             return False
     return True
 
 
-def is_csv_text(path: Path) -> bool:
+def is_csv_text(file: Input) -> bool:
     """Does a .csv or .tsv file have a column `text`?"""
-    with inputs.open_binary(path) as raw, contextlib.suppress(*inputs.DAMAGED, UnicodeDecodeError):
-        return csv_rows(raw, path)[0] is not None
+    with inputs.open_binary(file.path) as raw, contextlib.suppress(*inputs.DAMAGED, UnicodeDecodeError):
+        return csv_rows(raw, file.encoding)[0] is not None
     return False
 
 
@@ -428,40 +554,64 @@ def named_file(path: Path) -> Path:
     return link_of(path) if path.is_file() else copy_of_pipe(path)
 
 
-def find_file(path: Path) -> tuple[Path, str]:
-    """(path, kind) of a file that the command line names."""
+def find_file(path: Path, reading: Reading = Reading()) -> Input:
+    """A file that the command line names."""
     path = named_file(path)
-    form = form_of(path)
+    encoding = reading.encoding_of(path)
+    form = form_of(path, encoding)
     if form not in READERS:
         raise DataError(f"{path}: {form} is not read here; files may be plain, .gz or .xz")
-    if form == "text" and is_rows(path):
+    if form == "text" and is_rows(path, encoding):
         print(f"warning: {path.name} looks like JSON lines, but by its name it is text and read as it is, "
               "braces and all; .jsonl would be read row by row")
-    return path, form
+    return Input(path, form, TEXT_PIECE, encoding, reading.marks)
 
 
-def find_in_folder(folder: Path) -> list[tuple[Path, str]]:
-    """(path, kind) of every file in a folder. What is no text, such as an archive, is left out and named;
-    text in an unknown compression is refused."""
+def find_in_folder(folder: Path, reading: Reading = Reading()) -> list[Input]:
+    """Every file in a folder. What is no text, such as an archive, is left out and named; text in an unknown
+    compression is refused."""
     files = []
     left_out = []
+    no_utf8 = []
     for path in sorted(inputs.files_below(folder)):
         if not path.is_file():
             left_out.append(path)       # a link to nowhere, a pipe
             continue
         path = link_of(path)
-        form = form_of(path)
-        no_rows = form == "json" and not is_json_text(path) or form == "csv" and not is_csv_text(path)
-        if form == "text" or no_rows:
-            form = "folder"
-        if form in READERS:
-            files.append((path, form))
+        encoding = reading.encoding_of(path, named=False)
+        file = Input(path, form_of(path, encoding), TEXT_PIECE, encoding, reading.marks)
+        no_rows = (file.kind == "json" and not is_json_text(file)
+                   or file.kind == "csv" and not is_csv_text(file))
+        if file.kind == "text" or no_rows:
+            file = text_in_folder(file)
+            if file.kind == "binary" and inputs.may_be_text(path):
+                no_utf8.append(path)
+                continue
+        if file.kind in READERS:
+            files.append(file)
         elif re.search(r"\.(jsonl|ndjson|json|csv|tsv|txt|md|parquet)\.\w+$", path.name.lower()):
-            raise DataError(f"{path}: {form} is not read here; files may be plain, .gz or .xz")
+            raise DataError(f"{path}: {file.kind} is not read here; files may be plain, .gz or .xz")
         else:
             left_out.append(path)
     say_left_out(left_out, "archives, links to nowhere or no files")
+    if no_utf8:
+        say_left_out(no_utf8, f"text that is not UTF-8 ({len(no_utf8):,} files). If it is Latin-1, "
+                     "--encoding latin-1 reads it, or convert each file with `iconv -f LATIN1 -t UTF-8 "
+                     f"{no_utf8[0].name} > NEW`")
     return files
+
+
+def text_in_folder(file: Input) -> Input:
+    """Plain text in a folder: a document, but for a long one, which is cut, or "binary"."""
+    with damaged_is_refused(file.path):
+        size = inputs.utf8_size(file.path, file.encoding)
+    if size is None:
+        return file._replace(kind="binary")
+    return file._replace(kind="text", piece=FOLDER_LIMIT if size <= FOLDER_LIMIT else FOLDER_PIECE)
+
+
+def file_bytes(file: Input) -> int:
+    return file.path.stat().st_size
 
 
 def say_left_out(paths: list[Path], what: str) -> None:
@@ -470,20 +620,30 @@ def say_left_out(paths: list[Path], what: str) -> None:
         print(f"left out: {', '.join(path.name for path in paths[:3])}{more}: {what}")
 
 
-def find_files(paths: Sequence[Path | str]) -> list[tuple[Path, str]]:
-    """(path, kind) of every input file."""
-    files = []
+def distinct(paths: Sequence[Path | str]) -> list[Path]:
+    """Each file, folder or pipe once; a pipe that is read twice would not end."""
+    places = {}
     for path in map(Path, paths):
-        files += find_in_folder(path) if path.is_dir() else [find_file(path)]
-    if any(kind == "parquet" for _, kind in files):
+        key = inputs.identity_of(path) if path.exists() else path
+        places.setdefault(key, path)
+    return list(places.values())
+
+
+def find_files(paths: Sequence[Path | str], reading: Reading = Reading()) -> list[Input]:
+    """Every input file, those of folders first: so the order of `paths` does not matter where a file is
+    given twice."""
+    files = []
+    for path in sorted(distinct(paths), key=lambda path: not path.is_dir()):
+        files += find_in_folder(path, reading) if path.is_dir() else [find_file(path, reading)]
+    if any(file.kind == "parquet" for file in files):
         need_pyarrow()
     return files
 
 
-def find_parquet(paths: Sequence[Path | str]) -> list[tuple[Path, str]]:
-    """(path, "parquet") of every file in `paths`, and of every *.parquet in folders, sorted by name."""
+def find_parquet(paths: Sequence[Path | str], marks: bool = True) -> list[Input]:
+    """Every file in `paths`, and every *.parquet in folders, sorted by name."""
     files = []
-    for path in map(Path, paths):
+    for path in distinct(paths):
         inside = sorted(inputs.files_below(path)) if path.is_dir() else [named_file(path)]
         if path.is_dir():
             found = [file for file in inside if file.suffix.lower() == ".parquet" and file.is_file()]
@@ -491,8 +651,29 @@ def find_parquet(paths: Sequence[Path | str]) -> list[tuple[Path, str]]:
             inside = [link_of(file) for file in found]
         if not inside:
             raise DataError(f"{path}: no *.parquet in this folder")
-        files += [(file, "parquet") for file in inside]
+        files += [Input(file, "parquet", marks=marks) for file in inside]
     return files
+
+
+def once(files: list[Input], taken: Sequence[Input] = ()) -> list[Input]:
+    """The files, each once and without those that are `taken`, whatever their names: links by what they lead
+    to, copies by what they hold, where they are `taken` or would be cut into other documents."""
+    digest = lru_cache(None)(file_sha256)
+    seen = {inputs.identity_of(file.path) for file in taken}
+    by_size = {}    # {bytes: [(file, is it taken?), ...]}
+    for file in taken:
+        by_size.setdefault(file_bytes(file), []).append((file, True))
+    kept = []
+    for file in files:
+        if inputs.identity_of(file.path) in seen:
+            continue
+        seen.add(inputs.identity_of(file.path))
+        alike = by_size.setdefault(file_bytes(file), [])
+        others = [other.path for other, is_taken in alike if is_taken or other.piece != file.piece]
+        if not any(digest(other) == digest(file.path) for other in others):
+            alike.append((file, False))
+            kept.append(file)
+    return kept
 
 
 def need_pyarrow() -> None:
@@ -502,7 +683,7 @@ def need_pyarrow() -> None:
         raise DataError("package pyarrow is missing: pip install -r requirements.txt") from None
 
 
-def embedded_files(packages: Sequence[str] = PACKAGES) -> tuple[list[tuple[Path, str]], list[str]]:
+def embedded_files(packages: Sequence[str] = PACKAGES) -> tuple[list[Input], list[str]]:
     """Source files of the packages as their RECORD lists them -> (files, ["name==version", ...])."""
     files = []
     source = []
@@ -514,7 +695,7 @@ def embedded_files(packages: Sequence[str] = PACKAGES) -> tuple[list[tuple[Path,
         for name in sorted(file.as_posix() for file in distribution.files or ()):
             source_file = name.startswith(f"{package}/") and name.endswith(".py")
             if source_file and not LEFT_OUT.fullmatch(name):
-                files.append((Path(distribution.locate_file(name)), "python"))
+                files.append(Input(Path(distribution.locate_file(name)), "python"))
         source.append(f"{package}=={distribution.version}")
     return files, source
 
@@ -547,7 +728,7 @@ def text_fingerprint(val_hashes: np.ndarray, train_hashes: np.ndarray) -> str:
                           + b"train" + train_hashes.astype("<u8").tobytes()).hexdigest()
 
 
-def hash_documents(files: list[tuple[Path, str]], counts: Counter[str],
+def hash_documents(files: list[Input], counts: Counter[str],
                    update: Callable[[], None] = lambda: None) -> tuple[np.ndarray, np.ndarray]:
     """Hash (uint64) and UTF-8 bytes (int64) of every document in reading order; calls update() after each."""
     hashes = array("Q")
@@ -559,9 +740,9 @@ def hash_documents(files: list[tuple[Path, str]], counts: Counter[str],
     return np.array(hashes, np.uint64), np.array(sizes, np.int64)
 
 
-def scan(files: list[tuple[Path, str]], counts: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
+def scan(files: list[Input], counts: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
     """hash_documents with a progress line; DataError if there are no documents."""
-    progress = Progress("reading", sum(path.stat().st_size for path, _ in files))
+    progress = Progress("reading", sum(map(file_bytes, files)))
     before = counts["read"]
     hashes, sizes = hash_documents(files, counts, lambda: progress.update(counts["read"] - before))
     progress.close()
@@ -577,38 +758,185 @@ def warn_of_val(sizes: np.ndarray) -> None:
               f"{sizes.sum():,} bytes, so val_bpb says little of other text; --val PATH takes another val")
 
 
+def choose_val(sizes: np.ndarray, val_bytes: int) -> tuple[np.ndarray, str]:
+    """(which of the documents are val, a warning or ""). sizes: of distinct documents by ascending hash. Val
+    is the first ones up to `val_bytes` or a tenth of the text. A document over VAL_DOCUMENT_BYTES goes to
+    train, because it would dominate val. Where most of the text is in such documents, only one with a tenth
+    of the text or more goes to train, if 10 others are left."""
+    warning = ""
+    most = int(sizes.sum()) // 10
+    target = min(val_bytes, most)
+    small = sizes <= VAL_DOCUMENT_BYTES
+    if sizes[small].sum() * 2 < sizes.sum():
+        small = sizes <= max(VAL_DOCUMENT_BYTES, most)
+        if small.sum() < 10:
+            small[:] = True
+        elif not small.all():
+            left = int(sizes[small].sum())
+            target = min(target, left // 10)
+            warning = (f"warning: {(~small).sum():,} documents of over {most:,} bytes go to train, since one "
+                       f"would be most of val, which is chosen from the {left:,} bytes of the others")
+    n_val = np.searchsorted(sizes[small].cumsum(), target) + 1
+    return small & (small.cumsum() <= min(n_val, max(1, len(sizes) - 1))), warning
+
+
+def say_val(val: int, train: int, val_bytes: int) -> None:
+    """What val is, where it is not what was asked for. val, train: bytes of text."""
+    total = val + train
+    about = f"val is {val:,} of {total:,} bytes ({val / total:.0%})"
+    if val > 2 * min(val_bytes, total // 10):
+        print(f"warning: {about}, since documents are few or long: give more of them, or --val PATH")
+    elif val_bytes > total // 10:
+        print(f"{about}: {val_bytes:,} would be more than a tenth")
+
+
+def say_marks(counts: Counter[str]) -> None:
+    if counts["marks"]:
+        print(f"{counts['marks']:,} marks of a text's end, such as <|endoftext|>, end documents and are left "
+              "out; --keep-marks keeps them as text")
+
+
 def split_by_hash(hashes: np.ndarray, sizes: np.ndarray, val_bytes: int,
                   val_hashes: np.ndarray | None = None) -> tuple[np.ndarray, int]:
     """(order, n_val): indices of the distinct documents, first the n_val of val, then those of train, each
-    part by ascending hash. Val is the documents with `val_hashes`; without them, those with the smallest
-    hashes up to `val_bytes` of text. There a document over VAL_DOCUMENT_BYTES goes to train, because it
-    would dominate val. Where most of the text is in such documents, only one with a tenth of the text or
-    more goes to train, if 10 others are left."""
+    part by ascending hash. Val is the documents with `val_hashes`; without them, what choose_val() says."""
     distinct, order = np.unique(hashes, return_index=True)
     if val_hashes is not None:
         is_val = np.isin(distinct, val_hashes)
+        if is_val.all():
+            raise DataError("all of the text is val's as well, which would leave nothing for train")
     else:
-        most = int(sizes[order].sum()) // 10
-        if val_bytes > most:
-            print(f"val is cut from {val_bytes:,} to {most:,} bytes, a tenth of the corpus")
-        target = min(val_bytes, most)
-        small = sizes[order] <= VAL_DOCUMENT_BYTES
-        if sizes[order][small].sum() * 2 < sizes[order].sum():
-            small = sizes[order] <= max(VAL_DOCUMENT_BYTES, most)
-            if small.sum() < 10:
-                small[:] = True
-            elif not small.all():
-                left = int(sizes[order][small].sum())
-                target = min(target, left // 10)
-                print(f"warning: {(~small).sum():,} documents of over {most:,} bytes go to train, since one "
-                      f"would be most of val; val is {target:,} of the {left:,} bytes of the others")
-        n_val = np.searchsorted(sizes[order][small].cumsum(), target) + 1
-        is_val = small & (small.cumsum() <= min(n_val, max(1, len(order) - 1)))
-    n_val = int(is_val.sum())
-    if n_val == len(order):  # n_val is never 0
-        raise DataError(f"{len(order)} distinct document(s) leave nothing for train")
+        if len(order) == 1:
+            times = f", {len(hashes):,} times" if len(hashes) > 1 else ""
+            raise DataError(f"the input is one document, of {sizes[0]:,} bytes{times}, and val needs one of "
+                            "its own, which leaves nothing for train: give more documents, or --val PATH")
+        is_val, warning = choose_val(sizes[order], val_bytes)
+        if warning:
+            print(warning)
     warn_of_val(sizes[order][is_val])
-    return np.concatenate([order[is_val], order[~is_val]]), n_val
+    return np.concatenate([order[is_val], order[~is_val]]), int(is_val.sum())
+
+
+def find_cuts(files: list[Input], hashes: np.ndarray, sizes: np.ndarray, val: overlap.ValText,
+              val_hashes: np.ndarray, update: Callable[[int], None] = lambda done: None
+              ) -> tuple[Cuts, np.ndarray, np.ndarray]:
+    """(cuts, hashes and sizes of all documents after them): what is left of documents that hold text of val,
+    other than val's own. Calls update() with the bytes of text compared so far."""
+    cuts = {}
+    new_hashes = {}
+    done = 0
+    for batch in batches_of(files, hashes, sizes, ~np.isin(hashes, val_hashes)):
+        done += int(sizes[[*batch]].sum())
+        update(done)
+        for (index, text), left in zip(batch.items(), val.left_of(batch.values())):
+            if left is not None:
+                raw = text.encode()
+                cuts[index] = left
+                new_hashes[index] = [document_hash(raw[start:stop].decode()) for start, stop in left]
+    parts = np.ones(len(hashes), np.int64)
+    for index, left in cuts.items():
+        parts[index] = len(left)
+    hashes = np.repeat(hashes, parts)
+    sizes = np.repeat(sizes, parts)
+    first = np.cumsum(parts) - parts
+    for index, left in cuts.items():
+        place = slice(first[index], first[index] + len(left))
+        hashes[place] = new_hashes[index]
+        sizes[place] = [stop - start for start, stop in left]
+    return cuts, hashes, sizes
+
+
+class TextCorpus:
+    """The distinct documents of a request, those of val before those of train, without val's text in train.
+
+    `files`, `cuts`: what documents() makes them of; `hashes`, `sizes`: of all documents in reading order;
+    `order`, `n_val`: see split_by_hash(); `counts`: see documents(); `cut_bytes`: text of val left out of
+    train."""
+
+    def __init__(self, request: Request) -> None:
+        self.counts = Counter()
+        self.files = request.files
+        self.cuts = {}
+        self.cut_bytes = 0
+        self.hashes, self.sizes = scan(self.files, self.counts)
+        val_hashes = None
+        if request.val_files is None:
+            self.cut_finer(request)
+        else:
+            val_hashes, val_sizes = scan(request.val_files, self.counts)
+            self.files = self.files + request.val_files
+            self.hashes = np.concatenate([self.hashes, val_hashes])
+            self.sizes = np.concatenate([self.sizes, val_sizes])
+        say_marks(self.counts)
+        self.order, self.n_val = split_by_hash(self.hashes, self.sizes, request.val_bytes, val_hashes)
+        if not request.frozen:
+            self.cut_val()
+        if request.val_files is None:
+            say_val(*self.split_bytes(), request.val_bytes)
+
+    def val_fits(self, request: Request) -> bool:
+        """Would val be about as large as asked for, and of files that are cut anyway at least four pieces?"""
+        sizes = self.sizes[np.unique(self.hashes, return_index=True)[1]]
+        is_val, _ = choose_val(sizes, request.val_bytes)
+        target = min(request.val_bytes, int(sizes.sum()) // 10)
+        few = is_val.sum() < 4 and all(file[1:3] == ("text", TEXT_PIECE) for file in self.files)
+        return len(sizes) > 1 and not few and sizes[is_val].sum() <= 1.5 * target
+
+    def cut_finer(self, request: Request) -> None:
+        """Where val would be far larger than asked for, plain text is read again in shorter documents."""
+        is_text = [file.kind == "text" for file in self.files]
+        if not any(is_text) or self.val_fits(request):
+            return
+        total = int(self.sizes.sum())
+        piece = max(LEAST_PIECE, min(request.val_bytes, total // 10) // 4)
+        self.files = [file._replace(piece=min(file.piece, piece)) for file in self.files]
+        self.counts.clear()
+        self.hashes, self.sizes = scan(self.files, self.counts)
+        if all(is_text) and total < 40 * LEAST_PIECE and not self.val_fits(request):
+            raise DataError(f"{total:,} bytes of text are too few to hold out a tenth, which would leave "
+                            f"nothing for train: {40 * LEAST_PIECE:,} are enough")
+        print(f"plain text is cut into documents of about {piece:,} bytes, so that val is not too large")
+
+    def cut_val(self) -> None:
+        """Leaves out of train what stands in val."""
+        val_hashes = self.hashes[self.order[:self.n_val]]
+        batches = batches_of(self.files, self.hashes, self.sizes, np.isin(self.hashes, val_hashes))
+        val = overlap.ValText.of(text for batch in batches for text in batch.values())
+        before = int(self.sizes.sum())
+        progress = Progress("comparing with val", before)
+        self.cuts, self.hashes, self.sizes = find_cuts(self.files, self.hashes, self.sizes, val, val_hashes,
+                                                       progress.update)
+        progress.close()
+        self.cut_bytes = before - int(self.sizes.sum())
+        distinct, order = np.unique(self.hashes, return_index=True)
+        is_val = np.isin(distinct, val_hashes)
+        if is_val.all():
+            raise DataError("all of the text stands in val as well, which would leave nothing for train")
+        self.order = np.concatenate([order[is_val], order[~is_val]])
+
+    def split_hashes(self) -> list[np.ndarray]:
+        """Ascending hashes of val and of train."""
+        return np.split(self.hashes[self.order], [self.n_val])
+
+    def split_bytes(self) -> list[int]:
+        """Bytes of text of val and of train."""
+        return [int(part.sum()) for part in np.split(self.sizes[self.order], [self.n_val])]
+
+    def duplicates(self) -> int:
+        """Documents that are in neither split because another one is equal."""
+        return len(self.hashes) - len(self.order)
+
+    def batches(self) -> Iterator[dict[int, str]]:
+        """batches_of() for the documents of both splits."""
+        keep = np.zeros(len(self.hashes), bool)
+        keep[self.order] = True
+        return batches_of(self.files, self.hashes, self.sizes, keep, self.cuts)
+
+    def texts(self, indices: list[int]) -> list[str]:
+        """The documents with these indices, in this order."""
+        wanted = set(indices)
+        found = {index: text for index, text in reread(self.files, self.hashes, self.cuts) if index in wanted}
+        return [found[index] for index in indices]
 
 
 # --- tokenizer -----------------------------------------------------------------------------------------
@@ -788,10 +1116,10 @@ def changed(text: str) -> DataError:
                      "and please report it")
 
 
-def reread(files: list[tuple[Path, str]], hashes: np.ndarray) -> Iterator[tuple[int, str]]:
+def reread(files: list[Input], hashes: np.ndarray, cuts: Cuts | None = None) -> Iterator[tuple[int, str]]:
     """(index, text) of every document in another pass; DataError if the hashes are not the same as before."""
     index = -1
-    for index, text in enumerate(documents(files, Counter())):
+    for index, text in enumerate(documents(files, Counter(), cuts)):
         if index >= len(hashes) or document_hash(text) != hashes[index]:
             raise DataError("the input changed while it was being read")
         yield index, text
@@ -799,13 +1127,13 @@ def reread(files: list[tuple[Path, str]], hashes: np.ndarray) -> Iterator[tuple[
         raise DataError("the input changed while it was being read")
 
 
-def batches_of(files: list[tuple[Path, str]], hashes: np.ndarray, sizes: np.ndarray,
-               keep: np.ndarray) -> Iterator[dict[int, str]]:
+def batches_of(files: list[Input], hashes: np.ndarray, sizes: np.ndarray, keep: np.ndarray,
+               cuts: Cuts | None = None) -> Iterator[dict[int, str]]:
     """{index: text} of the documents that are kept, in reading order, about BATCH_BYTES at a time."""
-    last = np.flatnonzero(keep)[-1]
+    last = max(np.flatnonzero(keep), default=-1)
     batch = {}
     batch_bytes = 0
-    for index, text in reread(files, hashes):
+    for index, text in reread(files, hashes, cuts):
         if keep[index]:
             batch[index] = text
             batch_bytes += int(sizes[index])
@@ -822,7 +1150,7 @@ def encoded(sp: spm.SentencePieceProcessor,
         waiting = []
         for batch in batches:
             plain = ["" if SPACE_MARK in text else text for text in batch.values()]
-            waiting.append((batch, pool.submit(sp.encode, plain, num_threads=os.cpu_count())))
+            waiting.append((batch, pool.submit(sp.encode, plain, num_threads=inputs.usable_cpus())))
             if len(waiting) == 2:
                 before, tokens = waiting.pop(0)
                 yield before, tokens.result()
@@ -830,19 +1158,17 @@ def encoded(sp: spm.SentencePieceProcessor,
             yield before, tokens.result()
 
 
-def encode_corpus(sp: spm.SentencePieceProcessor, files: list[tuple[Path, str]], hashes: np.ndarray,
-                  sizes: np.ndarray, order: np.ndarray, scratch: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
-    """Write BOS and tokens of the documents in `order` to the open file `scratch`, in reading order ->
+def encode_corpus(sp: spm.SentencePieceProcessor, corpus: TextCorpus,
+                  scratch: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
+    """Write BOS and tokens of the documents of both splits to the open file `scratch`, in reading order ->
     (start, length) of each, in tokens. Each document is decoded to check it."""
-    keep = np.zeros(len(hashes), bool)
-    keep[order] = True
-    start, length = np.zeros((2, len(hashes)), np.int64)
-    progress = Progress("encoding", int(sizes[keep].sum()))
+    start, length = np.zeros((2, len(corpus.hashes)), np.int64)
+    progress = Progress("encoding", sum(corpus.split_bytes()))
     done = written = 0
-    for batch, found in encoded(sp, batches_of(files, hashes, sizes, keep)):
+    for batch, found in encoded(sp, corpus.batches()):
         texts = list(batch.values())
         found = [encode(sp, text) if SPACE_MARK in text else ids for text, ids in zip(texts, found)]
-        for text, decoded in zip(texts, sp.decode(found, num_threads=os.cpu_count())):
+        for text, decoded in zip(texts, sp.decode(found, num_threads=inputs.usable_cpus())):
             if decoded != text:
                 raise changed(text)
         for index, ids in zip(batch, found):
@@ -850,7 +1176,7 @@ def encode_corpus(sp: spm.SentencePieceProcessor, files: list[tuple[Path, str]],
             length[index] = len(ids) + 1
             written += len(ids) + 1
             scratch.write(np.array(array("H", [BOS_ID, *ids]), "<u2").tobytes())
-            done += int(sizes[index])
+            done += int(corpus.sizes[index])
         progress.update(done)
     progress.close()
     return start, length
@@ -911,23 +1237,19 @@ def write_shards(folder: Path, name: str, split: str, token_arrays: Iterable[np.
 
 # --- build ---------------------------------------------------------------------------------------------
 
-def write_dataset(request: Request, folder: Path, files: list[tuple[Path, str]], hashes: np.ndarray,
-                  sizes: np.ndarray, order: np.ndarray, n_val: int,
+def write_dataset(request: Request, corpus: TextCorpus, folder: Path, tokenizer: Path,
                   shard_tokens: int = SHARD_TOKENS) -> dict[str, Any]:
     """Write tokenizer.model, shards, document_hashes.bin and, last, the manifest to `folder` -> manifest."""
-    val = order[:n_val]
-    train = order[n_val:]
-    sample = train[:np.searchsorted(sizes[train].cumsum(), SAMPLE_BYTES) + 1].tolist()
-    wanted = set(sample)
-    texts = {index: text for index, text in reread(files, hashes) if index in wanted}
-    print(f"training the tokenizer on {sizes[sample].sum():,} bytes", flush=True)
-    model = train_tokenizer([texts[index] for index in sample], request.vocab_size)
-    del texts
+    order = corpus.order
+    train = order[corpus.n_val:]
+    sample = train[:np.searchsorted(corpus.sizes[train].cumsum(), SAMPLE_BYTES) + 1]
+    print(f"training the tokenizer on {corpus.sizes[sample].sum():,} bytes", flush=True)
+    model = train_tokenizer(corpus.texts(sample.tolist()), request.vocab_size)
     (folder / "tokenizer.model").write_bytes(model)
     sp = spm.SentencePieceProcessor(model_proto=model)
 
     with open(folder / "tokens.scratch", "w+b") as scratch:
-        start, length = encode_corpus(sp, files, hashes, sizes, order, scratch)
+        start, length = encode_corpus(sp, corpus, scratch)
         progress = Progress("writing", int(length.sum()))
         entries = []
         written = np.concatenate([[0], length[order].cumsum()])
@@ -938,23 +1260,23 @@ def write_dataset(request: Request, folder: Path, files: list[tuple[Path, str]],
                 yield np.frombuffer(scratch.read(2 * int(length[order[place]])), "<u2")
                 progress.update(written[place])
 
-        for split, first, stop in ("val", 0, n_val), ("train", n_val, len(order)):
+        for split, first, stop in ("val", 0, corpus.n_val), ("train", corpus.n_val, len(order)):
             entries += write_shards(folder, request.name, split, tokens_of(first, stop), shard_tokens)
         progress.close()
     (folder / "tokens.scratch").unlink()
-    return write_manifest(request, folder, model, entries, hashes[val], hashes[train],
-                          int(sizes[val].sum()), int(sizes[train].sum()))
+    return write_manifest(request, corpus, folder, tokenizer, model, entries)
 
 
-def write_manifest(request: Request, folder: Path, model: bytes, entries: list[dict[str, Any]],
-                   val_hashes: np.ndarray, train_hashes: np.ndarray, val_bytes: int,
-                   train_bytes: int) -> dict[str, Any]:
+def write_manifest(request: Request, corpus: "TextCorpus | Corpus", folder: Path, tokenizer: Path,
+                   model: bytes, entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Write document_hashes.bin, both arrays ascending, and then manifest.json -> the manifest."""
+    val_hashes, train_hashes = corpus.split_hashes()
+    val_bytes, train_bytes = corpus.split_bytes()
     (folder / "document_hashes.bin").write_bytes(
         val_hashes.astype("<u8").tobytes() + train_hashes.astype("<u8").tobytes())
     manifest = {
         "version": 1, "name": request.name, "source": request.source,
-        "tokenizer": {"path": f"../../tokenizers/{request.name}.model",
+        "tokenizer": {"path": inputs.path_between(folder, tokenizer),
                       "sha256": hashlib.sha256(model).hexdigest(), "vocab_size": request.vocab_size,
                       "bos_id": BOS_ID, "lossless": True},
         "files": entries, "train_bytes": train_bytes, "val_bytes": val_bytes,
@@ -962,6 +1284,8 @@ def write_manifest(request: Request, folder: Path, model: bytes, entries: list[d
         "text_fingerprint": text_fingerprint(val_hashes, train_hashes),
         "document_hashes": {"path": "document_hashes.bin", "val": len(val_hashes),
                             "train": len(train_hashes)},
+        "dropped": {"repeated_inputs": request.repeated, "duplicate_documents": corpus.duplicates(),
+                    "val_bytes_in_train": corpus.cut_bytes},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
@@ -975,17 +1299,26 @@ def is_complete(folder: Path, request: Request, fingerprint: str) -> bool:
         tokenizer = folder / manifest["tokenizer"]["path"]
         shards = [(folder / file["path"], 1024 + 2 * file["tokens"]) for file in manifest["files"]]
     except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(f"{folder.name} exists without a readable manifest; --force replaces it") from None
+        raise DataError(f"{request.name} exists without a readable manifest; --force replaces it") from None
     if found != (request.source, request.vocab_size, fingerprint):
-        raise DataError(f"{folder.name} exists with other text or another vocabulary; --force replaces it")
+        raise DataError(f"{request.name} exists with other text, other documents of this text or another "
+                        "vocabulary; --force replaces it")
     return (tokenizer.is_file() and file_sha256(tokenizer) == manifest["tokenizer"]["sha256"]
             and has_space(tokenizer)
             and all(path.is_file() and path.stat().st_size == size for path, size in shards))
 
 
-def layout(request: Request, out: Path | str) -> tuple[Path, Path, Path, Path]:
-    """(folder of the dataset, path of its tokenizer, folder to write it in, folder for the dataset that it
-    replaces); DataError if the request is invalid."""
+class Places(NamedTuple):
+    """Where a dataset goes."""
+    folder: Path  # behind a link, where it leads
+    tokenizer: Path
+    partial: Path  # the folder in which it is written
+    old: Path  # the dataset that it replaces, until it is in place,
+    old_tokenizer: Path  # and a copy of its tokenizer
+
+
+def layout(request: Request, out: Path | str) -> Places:
+    """Where the dataset goes; DataError if the request is invalid."""
     if not re.fullmatch(r"\w[\w.-]*", request.name):
         raise DataError(f"--name {request.name!r} may hold letters, digits, dot, dash and underscore only")
     if request.vocab_size > 65536:
@@ -995,94 +1328,176 @@ def layout(request: Request, out: Path | str) -> tuple[Path, Path, Path, Path]:
                         f"smallest possible size is {LEAST_VOCAB}")
     if request.val_bytes < 1:
         raise DataError(f"--val-bytes {request.val_bytes} is not positive")
-    datasets = Path(out, "datasets")
-    return (datasets / request.name, Path(out, "tokenizers", f"{request.name}.model"),
-            datasets / f".{request.name}.partial", datasets / f".{request.name}.old")
+    folder = inputs.behind_link(Path(out, "datasets", request.name))     # what is replaced, not the link
+    if not folder:
+        raise DataError(f"datasets/{request.name} is a link to a place in a folder that is not there: "
+                        f"{os.readlink(Path(out, 'datasets', request.name))}")
+    tokenizers = Path(out, "tokenizers")
+    return Places(folder, tokenizers / f"{request.name}.model", folder.with_name(f".{request.name}.partial"),
+                  folder.with_name(f".{request.name}.old"), tokenizers / f".{request.name}.model.old")
 
 
-def install(folder: Path, tokenizer: Path, partial: Path, old: Path) -> None:
-    """Move the finished dataset from `partial` to `folder` and `tokenizer`, replacing what is there."""
-    tokenizer.parent.mkdir(parents=True, exist_ok=True)
-    if folder.exists():  # first, so that an old dataset never stands beside a new tokenizer
+def check_places(places: Places) -> None:
+    """DataError, before hours of work, if the dataset could not be put in place afterwards."""
+    for folder in (places.folder.parent, places.tokenizer.parent):
+        if reason := inputs.why_not_writable(folder):
+            raise DataError(f"the dataset cannot be written: {reason}")
+    if places.tokenizer.is_dir():
+        raise DataError(f"{places.tokenizer} is a folder, where the tokenizer has to go: move it away")
+    if os.path.ismount(places.folder):
+        raise DataError(f"{places.folder} is where another disk is mounted, and cannot be replaced: mount "
+                        "that one folder higher, or choose another --name")
+
+
+def remove(path: Path) -> None:
+    """A folder with what is in it, a file or a link, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def copy_of(old: Path) -> Path:
+    """The copy of a dataset while it is not complete."""
+    return old.with_name(f"{old.name}.copy")
+
+
+def move_away(folder: Path, old: Path) -> None:
+    """Renames a dataset's folder, or copies it where the system cannot, as in a container with the folders of
+    its image. Of the copied one the manifest goes first."""
+    try:
         os.replace(folder, old)
-    os.replace(partial / "tokenizer.model", tokenizer)
-    os.replace(partial, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        copy = copy_of(old)
+        remove(copy)
+        shutil.copytree(folder, copy, symlinks=True)
+        os.replace(copy, old)
+        (folder / "manifest.json").unlink(missing_ok=True)
+        shutil.rmtree(folder)
+
+
+def new_tokenizer(places: Places) -> Path:
+    return places.tokenizer.with_name(f".{places.tokenizer.name}.new")
+
+
+def install(places: Places) -> None:
+    """Put the finished dataset in place of what is there. If it cannot be, that is as it was before."""
+    folder, tokenizer, partial, old, old_tokenizer = places
+    new = new_tokenizer(places)
+    try:
+        tokenizer.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(partial / "tokenizer.model", new)       # it may be on another disk
+        if tokenizer.is_file():
+            shutil.copyfile(tokenizer, old_tokenizer)
+        if folder.exists():  # first, so that an old dataset never stands beside a new tokenizer
+            move_away(folder, old)
+        os.replace(new, tokenizer)
+        os.replace(partial, folder)
+    except BaseException:
+        restore(places)
+        raise
+    (folder / "tokenizer.model").unlink(missing_ok=True)
+    restore(places)
+
+
+def restore(places: Places) -> None:
+    """Ends what a stopped install() began: where it has put no dataset in place, the old one comes back."""
+    if not (places.folder / "manifest.json").exists():
+        if places.old.exists():
+            remove(places.folder)
+            os.replace(places.old, places.folder)
+        if places.old_tokenizer.exists():
+            os.replace(places.old_tokenizer, places.tokenizer)
+    for path in (places.old, copy_of(places.old), places.old_tokenizer, new_tokenizer(places)):
+        remove(path)
 
 
 @contextlib.contextmanager
-def locked(partial: Path, wait: bool = False) -> Iterator[None]:
-    """inputs.locked() for the folder of an unfinished dataset. DataError if another process writes there."""
+def locked(places: Places, wait: bool = False) -> Iterator[None]:
+    """inputs.locked() for the folder of an unfinished dataset. DataError if another process writes there.
+    What a process left that was killed at its end is put in order first."""
     about = "another process is preparing this dataset"
     try:
-        with inputs.locked(partial, f"{about}: waiting for it" if wait else ""):
+        with inputs.locked(places.partial, f"{about}: waiting for it" if wait else ""):
+            restore(places)
             yield
     except inputs.Busy:
         raise DataError(f"{about}: the same command works when that has ended") from None
 
 
-def remove_leftovers(partial: Path, old: Path) -> None:
+def put_in_order(places: Places) -> None:
+    """restore() where a killed install() left something, unless another process is at work now."""
+    if places.old.exists() or places.old_tokenizer.exists():
+        with contextlib.suppress(inputs.Busy, OSError), inputs.locked(places.partial):
+            restore(places)
+
+
+def remove_leftovers(partial: Path) -> None:
     """Removes what a killed run left beside a finished dataset, unless another process writes there now."""
-    if partial.exists() or old.exists():
+    if partial.exists():
         with contextlib.suppress(inputs.Busy, OSError), inputs.locked(partial):
             shutil.rmtree(partial, ignore_errors=True)
-            shutil.rmtree(old, ignore_errors=True)
 
 
-def report(request: Request, manifest: dict[str, Any], documents_read: int, counts: Counter[str],
+def report(request: Request, corpus: "TextCorpus | Corpus", manifest: dict[str, Any],
            *also_dropped: str) -> None:
     """Print what was written."""
     tokens = sum(file["tokens"] for file in manifest["files"])
     count = manifest["train_docs"] + manifest["val_docs"]
     text_bytes = manifest["train_bytes"] + manifest["val_bytes"]
-    if counts["empty"]:
-        also_dropped += (f"{counts['empty']:,} empty or null texts skipped",)
-    dropped = ", ".join([f"{documents_read - count:,} duplicates dropped", *also_dropped])
-    print(f"{request.name}: {count:,} documents, {text_bytes:,} bytes; {dropped}")
+    dropped = [f"{corpus.duplicates():,} duplicates dropped", *also_dropped]
+    if corpus.counts["empty"]:
+        dropped.append(f"{corpus.counts['empty']:,} empty or null texts skipped")
+    if request.repeated:
+        dropped.append(f"{request.repeated:,} inputs given twice, or as val and as text, read once")
+    if corpus.cut_bytes:
+        dropped.append(f"{corpus.cut_bytes:,} bytes left out of train because they are in val")
+    print(f"{request.name}: {count:,} documents, {text_bytes:,} bytes; {', '.join(dropped)}")
     print(f"{tokens:,} tokens, {text_bytes / (tokens - count):.3f} bytes per token at vocabulary "
           f"{request.vocab_size}")
     print(f"val: {manifest['val_docs']:,} documents, {manifest['val_bytes']:,} bytes")
     print(f"fingerprint: {manifest['text_fingerprint']}")
 
 
+def is_there(request: Request, places: Places, corpus: "TextCorpus | Corpus", force: bool) -> bool:
+    """Is there nothing to do? Says so. DataError if there is another dataset, or could be none."""
+    if places.folder.exists() and not force:
+        if is_complete(places.folder, request, text_fingerprint(*corpus.split_hashes())):
+            print(f"{request.name} is there already: nothing to do")
+            for name in ("tokenizer.model", "progress.json"):       # killed at the very end
+                (places.folder / name).unlink(missing_ok=True)
+            return True
+    check_places(places)
+    return False
+
+
 def build(request: Request, out: Path | str, force: bool = False,
           shard_tokens: int = SHARD_TOKENS) -> dict[str, Any] | None:
     """Write out/datasets/<name>/ and out/tokenizers/<name>.model -> the manifest, None if they are there
     already. DataError if that is impossible."""
-    folder, tokenizer, partial, old = layout(request, out)
-    counts = Counter()
-    files = request.files
-    val_hashes = None
-    hashes, sizes = scan(files, counts)
-    if request.val_files is not None:
-        val_hashes, val_sizes = scan(request.val_files, counts)
-        files = files + request.val_files
-        hashes = np.concatenate([hashes, val_hashes])
-        sizes = np.concatenate([sizes, val_sizes])
-    order, n_val = split_by_hash(hashes, sizes, request.val_bytes, val_hashes)
-    fingerprint = text_fingerprint(hashes[order[:n_val]], hashes[order[n_val:]])
-    if folder.exists() and not force and is_complete(folder, request, fingerprint):
-        print(f"{request.name} is there already: nothing to do")
-        remove_leftovers(partial, old)
+    places = layout(request, out)
+    put_in_order(places)
+    if force or not places.folder.exists():
+        check_places(places)
+    corpus = TextCorpus(request)
+    if is_there(request, places, corpus, force):
+        remove_leftovers(places.partial)
         return None
-
-    with locked(partial, wait=True):
-        # another process may have finished it meanwhile
-        if folder.exists() and not force and is_complete(folder, request, fingerprint):
-            print(f"{request.name} is there already: nothing to do")
+    with locked(places, wait=True):
+        if is_there(request, places, corpus, force):    # another process may have finished it meanwhile
             return None
         try:
-            for path in partial.iterdir():      # what a killed run left
+            for path in places.partial.iterdir():      # what a killed run left
                 path.unlink()
-            manifest = write_dataset(request, partial, files, hashes, sizes, order, n_val, shard_tokens)
-            shutil.rmtree(old, ignore_errors=True)
-            install(folder, tokenizer, partial, old)
+            manifest = write_dataset(request, corpus, places.partial, places.tokenizer, shard_tokens)
+            install(places)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(places.partial, ignore_errors=True)
             raise
-    report(request, manifest, len(hashes), counts, f"{counts['binary']:,} binary files skipped",
-           f"{counts['surrogates']:,} lone surrogates replaced")
+    report(request, corpus, manifest, f"{corpus.counts['binary']:,} binary files skipped",
+           f"{corpus.counts['surrogates']:,} lone surrogates replaced")
     return manifest
 
 
@@ -1099,13 +1514,28 @@ def start_worker() -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
+def start_pool(processes: int) -> ProcessPoolExecutor | None:
+    """None, and a line that says why, on a system without semaphores or shared memory."""
+    try:
+        return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start_worker)
+    except (OSError, ImportError, NotImplementedError) as error:
+        say_one_process(str(error))
+        return None
+
+
+@lru_cache(None)
+def say_one_process(reason: str) -> None:
+    print(f"working in one process, since this system has no semaphores for more ({reason}): slower, with "
+          "the same result", flush=True)
+
+
 def parallel_map(function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]],
                  processes: int) -> Generator[Any, None, None]:
     """function(*job) for every job, results in the jobs' order; `jobs` is read a few jobs ahead only."""
-    if processes == 1:
+    pool = start_pool(processes) if processes > 1 else None
+    if pool is None:
         yield from itertools.starmap(function, jobs)
         return
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start_worker)
     try:
         waiting = deque()
         for job in jobs:
@@ -1118,18 +1548,29 @@ def parallel_map(function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]],
         pool.shutdown(cancel_futures=True)
 
 
-def hash_file(path: Path, kind: str) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
+def hash_file(file: Input) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
     """What hash_documents gives of a file, and its counts."""
     counts = Counter()
-    return *hash_documents([(path, kind)], counts), counts
+    return *hash_documents([file], counts), counts
 
 
-def documents_at(file: tuple[Path, str], indices: np.ndarray) -> Iterator[str]:
+@lru_cache(1)
+def load_val(path: Path) -> overlap.ValText:
+    return overlap.ValText.load(path)
+
+
+def cut_file(file: Input, hashes: np.ndarray, sizes: np.ndarray, val: Path,
+             val_hashes: np.ndarray) -> tuple[Cuts, np.ndarray, np.ndarray]:
+    """find_cuts() for one file."""
+    return find_cuts([file], hashes, sizes, load_val(val), val_hashes)
+
+
+def documents_at(file: Input, cuts: Cuts, indices: np.ndarray) -> Iterator[str]:
     """The documents of a file with these ascending indices."""
     wanted = np.zeros(indices[-1] + 1, bool)
     wanted[indices] = True
     found = 0
-    for is_wanted, text in zip(wanted, documents([file], Counter())):
+    for is_wanted, text in zip(wanted, documents([file], Counter(), cuts)):
         if is_wanted:
             found += 1
             yield text
@@ -1137,8 +1578,8 @@ def documents_at(file: tuple[Path, str], indices: np.ndarray) -> Iterator[str]:
         raise DataError("the input changed while it was being read")
 
 
-def sample_file(path: Path, kind: str, indices: np.ndarray, hashes: np.ndarray) -> list[str]:
-    texts = list(documents_at((path, kind), indices))
+def sample_file(file: Input, cuts: Cuts, indices: np.ndarray, hashes: np.ndarray) -> list[str]:
+    texts = list(documents_at(file, cuts, indices))
     check_hashes(texts, hashes)
     return texts
 
@@ -1168,28 +1609,27 @@ class Corpus:
 
     def __init__(self, request: Request, processes: int) -> None:
         self.files = request.val_files + request.files
+        self.cuts = [{} for _ in self.files]
+        self.cut_bytes = 0
+        self.counts = Counter()
         progress = Progress("reading", sum(map(file_bytes, self.files)))
         done = 0
         found = []
-        self.counts = Counter()
-        results = parallel_map(hash_file, self.files, min(processes, len(self.files)))
+        results = parallel_map(hash_file, [(file,) for file in self.files], min(processes, len(self.files)))
         for file, (hashes, sizes, counts) in zip(self.files, results):
             found.append((hashes, sizes))
             self.counts += counts
             done += file_bytes(file)
             progress.update(done)
         progress.close()
-        hashes, sizes = zip(*found)
-        self.starts = np.cumsum([0, *map(len, hashes)])  # of each file, and the end of the last one
-        self.n_val = int(self.starts[len(request.val_files)])
-        self.hashes = np.concatenate(hashes)
-        self.sizes = np.concatenate(sizes)
-        del found, hashes, sizes
-
+        say_marks(self.counts)
+        self.join(found, len(request.val_files))
         val = int(np.searchsorted(self.sizes[:self.n_val].cumsum(), request.val_bytes, "right"))
         if self.n_val and not val:
             raise DataError(f"--val-bytes {request.val_bytes:,} is too little: the first document of val has "
                             f"{self.sizes[0]:,} bytes")
+        if val:
+            self.cut_val(val, len(request.val_files), processes)
         self.unused = self.n_val - val
         first = np.unique(np.delete(self.hashes, np.s_[val:self.n_val]), return_index=True)[1]
         self.keep = np.zeros(len(self.hashes), bool)
@@ -1198,6 +1638,37 @@ class Corpus:
             if not kept.any():
                 raise DataError(f"the input leaves no document for {split}")
         warn_of_val(self.sizes[self.kept("val")])
+
+    def join(self, found: list[tuple[np.ndarray, np.ndarray]], n_val_files: int) -> None:
+        """Sets what is known of all documents from (hashes, sizes) of each file."""
+        hashes, sizes = zip(*found)
+        self.starts = np.cumsum([0, *map(len, hashes)])  # of each file, and the end of the last one
+        self.n_val = int(self.starts[n_val_files])
+        self.hashes = np.concatenate(hashes)
+        self.sizes = np.concatenate(sizes)
+
+    def cut_val(self, val: int, n_val_files: int, processes: int) -> None:
+        """Leaves out of train what stands in the first `val` documents, which are val."""
+        before = int(self.sizes.sum())
+        texts = (text for file, cuts, _, places in self.by_file(np.arange(val))
+                 for text in documents_at(file, cuts, places))
+        windows = overlap.ValText.of(texts)
+        parts = [slice(start, stop) for start, stop in zip(self.starts, self.starts[1:])]
+        found = [(self.hashes[part], self.sizes[part]) for part in parts]
+        progress = Progress("comparing with val", sum(map(file_bytes, self.files[n_val_files:])))
+        done = 0
+        with tempfile.TemporaryDirectory(prefix="prepare-") as folder:
+            path = Path(folder, "val.npz")
+            windows.save(path)
+            jobs = ((file, *hashes, path, self.hashes[:val])
+                    for file, hashes in zip(self.files[n_val_files:], found[n_val_files:]))
+            for number, result in enumerate(parallel_map(cut_file, jobs, processes), n_val_files):
+                self.cuts[number], *found[number] = result
+                done += file_bytes(self.files[number])
+                progress.update(done)
+        progress.close()
+        self.join(found, n_val_files)
+        self.cut_bytes = before - int(self.sizes.sum())
 
     def kept(self, split: str) -> np.ndarray:
         """Ascending indices of the kept documents of a split."""
@@ -1208,11 +1679,20 @@ class Corpus:
         """Ascending hashes of the kept documents of val and of train."""
         return [np.sort(self.hashes[self.kept(split)]) for split in ("val", "train")]
 
-    def by_file(self, chosen: np.ndarray) -> list[tuple[tuple[Path, str], np.ndarray, np.ndarray]]:
-        """(file, its part of these ascending indices, the same counted from the file's first document)."""
+    def split_bytes(self) -> list[int]:
+        """Bytes of text of the kept documents of val and of train."""
+        return [int(self.sizes[self.kept(split)].sum()) for split in ("val", "train")]
+
+    def duplicates(self) -> int:
+        """Documents that are in neither split because another one is equal."""
+        return len(self.hashes) - self.unused - int(self.keep.sum())
+
+    def by_file(self, chosen: np.ndarray) -> list[tuple[Input, Cuts, np.ndarray, np.ndarray]]:
+        """(file, its cuts, its part of these ascending indices, the same counted from the file's first
+        document)."""
         parts = np.split(chosen, np.searchsorted(chosen, self.starts[1:-1]))
-        return [(file, part, part - start)
-                for file, start, part in zip(self.files, self.starts, parts) if len(part)]
+        return [(file, cuts, part, part - start)
+                for file, cuts, start, part in zip(self.files, self.cuts, self.starts, parts) if len(part)]
 
     def sample(self, processes: int) -> list[str]:
         """The train documents with the smallest hashes, SAMPLE_BYTES together, by ascending hash."""
@@ -1221,7 +1701,7 @@ class Corpus:
         order = order[:np.searchsorted(self.sizes[order].cumsum(), SAMPLE_BYTES) + 1]
         wanted = np.sort(order)
         texts = []
-        jobs = [(*file, places, self.hashes[part]) for file, part, places in self.by_file(wanted)]
+        jobs = [(file, cuts, places, self.hashes[part]) for file, cuts, part, places in self.by_file(wanted)]
         progress = Progress("sampling", len(wanted))
         for found in parallel_map(sample_file, jobs, min(processes, len(jobs))):
             texts += found
@@ -1231,11 +1711,11 @@ class Corpus:
 
     def batches(self, chosen: np.ndarray) -> Iterator[tuple[list[str], np.ndarray]]:
         """(texts, hashes) of the documents with these ascending indices, about PARQUET_BATCH bytes each."""
-        for file, part, places in self.by_file(chosen):
+        for file, cuts, part, places in self.by_file(chosen):
             texts = []
             size = 0
             first = 0
-            for stop, text in enumerate(documents_at(file, places), 1):
+            for stop, text in enumerate(documents_at(file, cuts, places), 1):
                 texts.append(text)
                 size += self.sizes[part[stop - 1]]
                 if size >= PARQUET_BATCH or stop == len(part):
@@ -1243,10 +1723,6 @@ class Corpus:
                     texts = []
                     size = 0
                     first = stop
-
-
-def file_bytes(file: tuple[Path, str]) -> int:
-    return file[0].stat().st_size
 
 
 def read_progress(partial: Path, tokenizer: Path, identity: str) -> tuple[bytes, list[dict[str, Any]]]:
@@ -1337,37 +1813,36 @@ def write_parquet_dataset(request: Request, corpus: Corpus, partial: Path, token
             old = [{key: entry[key] for key in entry if key != "documents"} for entry in done[split]]
             entries += write_shards(partial, request.name, split, itertools.islice(arrays, len(left[split])),
                                     shard_tokens, old, save_progress)
-    return write_manifest(request, partial, model, entries, *corpus.split_hashes(),
-                          *(int(corpus.sizes[kept[split]].sum()) for split in ("val", "train")))
+    return write_manifest(request, corpus, partial, tokenizer, model, entries)
 
 
 def build_parquet(request: Request, out: Path | str, force: bool = False, shard_tokens: int = SHARD_TOKENS,
                   processes: int = 0) -> dict[str, Any] | None:
     """`build` for a request whose files and val_files are parquet; processes 0: one for each processor.
     Raises Stopped where the same call would continue."""
-    folder, tokenizer, partial, old = layout(request, out)
-    processes = processes or os.cpu_count()
+    places = layout(request, out)
+    folder = places.folder
+    processes = processes or inputs.usable_cpus()
     again = "the same command continues after the last complete shard"
     try:
+        put_in_order(places)
+        if force or not folder.exists():
+            check_places(places)
         corpus = Corpus(request, processes)
-        fingerprint = text_fingerprint(*corpus.split_hashes())
-        if folder.exists() and not force and is_complete(folder, request, fingerprint):
-            (folder / "progress.json").unlink(missing_ok=True)
-            print(f"{request.name} is there already: nothing to do")
+        if is_there(request, places, corpus, force):
             return None
-        with locked(partial):
-            # another process may have finished it meanwhile
-            if folder.exists() and not force and is_complete(folder, request, fingerprint):
-                print(f"{request.name} is there already: nothing to do")
+        with locked(places):
+            if is_there(request, places, corpus, force):    # another process may have finished it meanwhile
                 return None
+            partial = places.partial
             try:
-                manifest = write_parquet_dataset(request, corpus, partial, tokenizer, shard_tokens, processes)
+                manifest = write_parquet_dataset(request, corpus, partial, places.tokenizer, shard_tokens,
+                                                 processes)
             except DataError:
                 if not (partial / "progress.json").exists():
                     shutil.rmtree(partial)
                 raise
-            shutil.rmtree(old, ignore_errors=True)
-            install(folder, tokenizer, partial, old)
+            install(places)
         (folder / "progress.json").unlink(missing_ok=True)
     except KeyboardInterrupt:
         raise Stopped(f"interrupted; {again}") from None
@@ -1377,21 +1852,34 @@ def build_parquet(request: Request, out: Path | str, force: bool = False, shard_
         if error.errno != errno.ENOSPC:
             raise
         raise Stopped(f"the disk is full; with more room {again}") from None
-    report(request, manifest, len(corpus.hashes) - corpus.unused, corpus.counts,
-           f"{corpus.unused:,} documents of the val file not used")
+    report(request, corpus, manifest, f"{corpus.unused:,} documents of the val file not used")
     return manifest
 
 
 # --- command line --------------------------------------------------------------------------------------
 
-def source_name(path: str) -> str:
-    """How the manifest calls an input; a pipe has another name at each run."""
-    path = Path(path)
-    return path.resolve().name if path.is_file() or path.is_dir() else "pipe"
+def source_names(paths: Sequence[str]) -> list[str]:
+    """How the manifest calls the inputs; a pipe has another name at each run."""
+    return sorted([path.resolve().name if path.is_file() or path.is_dir() else "pipe"
+                   for path in distinct(paths)])
+
+
+def check_request(args: argparse.Namespace) -> None:
+    """DataError for what can be refused before anything is read."""
+    request = Request(args.name or "embedded", [], [], args.vocab_size,
+                      VAL_BYTES if args.val_bytes is None else args.val_bytes)
+    places = layout(request, args.out)
+    put_in_order(places)
+    if args.force or not places.folder.exists():
+        check_places(places)
 
 
 def make_request(args: argparse.Namespace) -> Request:
     """The Request of a command line."""
+    if args.encoding and args.text is None:
+        raise DataError("--encoding goes with --text")
+    if args.keep_marks and args.text is None and args.parquet is None:
+        raise DataError("--keep-marks goes with --text or --parquet")
     if args.parquet is not None:
         return parquet_request(args)
     if args.text is None:
@@ -1404,15 +1892,31 @@ def make_request(args: argparse.Namespace) -> Request:
             print(f"installed {' '.join(source)} but requirements.txt pins {' '.join(pins) or 'none'}: "
                   "the records were made with other text")
         val_bytes = VAL_BYTES if args.val_bytes is None else args.val_bytes
-        return Request(args.name or "embedded", source, files, args.vocab_size, val_bytes)
+        return Request(args.name or "embedded", source, files, args.vocab_size, val_bytes, frozen=True)
     if args.name is None:
         raise DataError("--text needs --name")
     if args.val is not None and args.val_bytes is not None:
         raise DataError("--val and --val-bytes go together with --parquet only")
-    source = sorted(map(source_name, args.text))
-    return Request(args.name, source, find_files(args.text), args.vocab_size,
-                   VAL_BYTES if args.val_bytes is None else args.val_bytes,
-                   None if args.val is None else find_files([args.val]))
+    reading = Reading(known_encoding(args.encoding), not args.keep_marks)
+    val_files = None if args.val is None else once(find_files([args.val], reading))
+    found = find_files(args.text, reading)
+    # a file that is text by one name and rows by another one is read as rows
+    files = once(sorted(found, key=lambda file: file.kind == "text"), val_files or ())
+    if found and not files:
+        raise DataError("all of the text is val's as well, which would leave nothing for train")
+    return Request(args.name, source_names(args.text), files, args.vocab_size,
+                   VAL_BYTES if args.val_bytes is None else args.val_bytes, val_files,
+                   repeated=len(args.text) - len(distinct(args.text)) + len(found) - len(files))
+
+
+def known_encoding(name: str) -> str:
+    """The same, or "" for UTF-8. DataError unless Python knows it as an encoding of text."""
+    try:
+        "".encode(name or "utf-8")
+        return "" if codecs.lookup(name or "utf-8").name == "utf-8" else name
+    except (LookupError, ValueError):
+        raise DataError(f"--encoding {name!r} is not known; among others latin-1, cp1252, cp1251, gb18030, "
+                        "shift_jis are") from None
 
 
 def parquet_request(args: argparse.Namespace) -> Request:
@@ -1420,15 +1924,18 @@ def parquet_request(args: argparse.Namespace) -> Request:
     if args.name is None:
         raise DataError("--parquet needs --name")
     need_pyarrow()
-    files = find_parquet(args.parquet)
-    val_files = files[-1:] if args.val is None else find_parquet([args.val])
-    taken = {path.resolve() for path, _ in val_files}
-    files = [(path, kind) for path, kind in files if path.resolve() not in taken]
+    found = find_parquet(args.parquet, not args.keep_marks)
+    files = once(found)
+    val_files = files[-1:] if args.val is None else once(find_parquet([args.val], not args.keep_marks))
+    repeated = len(args.parquet) - len(distinct(args.parquet)) + len(found) - len(files)
+    if args.val is not None:
+        repeated += len(files) - len(once(files, val_files))
+    files = once(files, val_files)
     if not files:
-        raise DataError("the only parquet file is val, which leaves none for train")
-    source = sorted(map(source_name, args.parquet))
-    return Request(args.name, source, files, args.vocab_size,
-                   PARQUET_VAL_BYTES if args.val_bytes is None else args.val_bytes, val_files)
+        raise DataError("the only parquet file is val, which leaves none for train: give more files, or the "
+                        "one with --text, which makes a tenth of its documents val")
+    return Request(args.name, source_names(args.parquet), files, args.vocab_size,
+                   PARQUET_VAL_BYTES if args.val_bytes is None else args.val_bytes, val_files, repeated)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1436,9 +1943,17 @@ def main(argv: list[str] | None = None) -> int:
     origin = parser.add_mutually_exclusive_group()
     origin.add_argument("--text", nargs="+", metavar="PATH",
                         help="files (text, .jsonl, .json, .csv, .tsv, .parquet; .gz, .xz), folders or pipes; "
-                        "without it the embedded corpus")
+                        "without it the embedded corpus. A row is a document. Plain text is cut into "
+                        f"documents of about {TEXT_PIECE >> 10} KiB, at blank lines if possible, and of less "
+                        "where there is little text. In a folder a file is a document, and one of over "
+                        f"{FOLDER_LIMIT >> 20} MiB is cut to about {FOLDER_PIECE >> 10} KiB. <|endoftext|>, "
+                        "or </s> in a line of its own, ends a document")
     origin.add_argument("--parquet", nargs="+", metavar="PATH",
                         help="parquet files, or folders of them, with a column `text`")
+    parser.add_argument("--keep-marks", action="store_true",
+                        help="<|endoftext|> and the like are text as any other")
+    parser.add_argument("--encoding", default="", metavar="NAME",
+                        help="with --text: how files are read that are not UTF-8, 16 or 32, such as latin-1")
     parser.add_argument("--name", help="of the dataset and its tokenizer")
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="default %(default)s")
     parser.add_argument("--val", metavar="PATH",
@@ -1446,8 +1961,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--val-bytes", type=int, help=f"size of val without --val, default {VAL_BYTES}; with "
                         f"--parquet the val file is used up to this size, default {PARQUET_VAL_BYTES}")
     parser.add_argument("--processes", type=int, default=0,
-                        help="with --parquet; 0, the default: one for each processor")
-    parser.add_argument("--out", default=Path(__file__).resolve().parent, metavar="DIR",
+                        help="with --parquet; 0, the default: one for each processor that may be used")
+    parser.add_argument("--out", default=HERE, metavar="DIR",
                         help="holds datasets/ and tokenizers/; default: the folder of this script")
     parser.add_argument("--force", action="store_true", help="replace a finished dataset")
     args = parser.parse_args(argv)
@@ -1455,6 +1970,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.processes < 0:
             raise DataError(f"--processes {args.processes} is negative")
+        check_request(args)
         request = make_request(args)
         if args.parquet is not None:
             build_parquet(request, args.out, args.force, processes=args.processes)

@@ -15,21 +15,25 @@
     ./run.sh record board                         the leaderboards of records/README.md
     ./run.sh board --html [PATH…]                 a page of all runs and records, or of those at PATH…
     ./run.sh record export RUN                    the weights as safetensors, and model.py, which reads them
+    ./run.sh record COMMAND --help                a line for each of its options
 
 Map:
-verify/   what a record folder claims: folders.py (the games' rules, folders on disk, their README),
+verify/   what a record folder claims: folders.py (the tracks' rules, folders on disk, their README),
           new_record.py (a folder from runs), rules.py (all rules in turn, which are in checks.py,
           evidence.py, of logs alone, and replay.py), source.py (what a script shows without running it),
           scripts.py (scripts by commit and preset), leak_probe.py
-judge/    what is better: runs.py (logs and statistics), trials.py (what trains or compares), tries.py
-          (changes on proxies), sequential.py (their statistics), calibration.py (how far to believe them)
+judge/    what is better: runs.py (logs and statistics), scores.py (which scores compare), trials.py (what
+          trains or compares), tries.py (changes on proxies), sequential.py (their statistics),
+          calibration.py (how far to believe them)
 foreign/  trees of other projects: audit.py, and pages.py, what their pages claim
-show/     board.py (leaderboards), board_page.py (the HTML page), export.py (models for other programs)
+show/     board.py (leaderboards), board_page.py (the HTML page: board_rows, board_chart, board_style),
+          curves.py (pictures), names.py (what tells runs apart), export.py (models for other programs)
 
 Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
 """
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,27 +44,175 @@ try:
 except ImportError:
     sys.exit("record: the package numpy is missing: ./run.sh setup")
 
-# The only place that says where modules are: the four folders beside this file, train_gpt.py, and what is
-# shared with data/ and tools/
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-sys.path += [str(HERE.parent / "data"), str(HERE.parent / "tools")]
-import inputs  # noqa: E402
-from foreign.audit import audit  # noqa: E402
-from judge import trials, tries  # noqa: E402
-from judge.calibration import TEXTS, WIDTHS, calibrate  # noqa: E402
-from judge.runs import DIGITS, Refused, demand  # noqa: E402
-from show.board import BOARDS, board  # noqa: E402
-from show.board_page import write_page  # noqa: E402
-from show.export import export  # noqa: E402
-from verify import folders, rules  # noqa: E402
-from verify.checks import DAMAGE  # noqa: E402
-from verify.folders import Altered, Folder  # noqa: E402
-from verify.new_record import new  # noqa: E402
+ROOT = HERE.parent
+if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
+    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
+from data import inputs  # noqa: E402
+from records.foreign.audit import audit  # noqa: E402
+from records.judge import trials, tries  # noqa: E402
+from records.judge.calibration import TEXTS, WIDTHS, calibrate  # noqa: E402
+from records.judge.runs import DIGITS, Refused, demand  # noqa: E402
+from records.show import curves  # noqa: E402
+from records.show.board import BOARDS, board  # noqa: E402
+from records.show.board_page import write_page  # noqa: E402
+from records.show.export import export  # noqa: E402
+from records.verify import folders, rules  # noqa: E402
+from records.verify.checks import DAMAGE  # noqa: E402
+from records.verify.folders import Altered, Folder  # noqa: E402
+from records.verify.new_record import new  # noqa: E402
 
 COMMANDS = {"new": new, "stats": trials.stats, "compare": trials.compare, "sweep": trials.sweep,
             "try": tries.try_change, "rank": tries.rank, "calibrate": calibrate,
-            "ablate": trials.ablate, "noise": trials.noise, "plot": trials.plot, "export": export}
+            "ablate": trials.ablate, "noise": trials.noise, "plot": curves.plot, "export": export}
+
+
+Option = tuple[str, dict[str, Any]]
+Add = Callable[..., None]       # (name of a command, what it does, its options)
+
+
+def option(flags: str, told: str, **settings: Any) -> Option:
+    """An option, or a path, of a command, with its line in --help."""
+    return flags, {"help": told, **settings}
+
+
+def text(flag: str, told: str, default: str = "") -> Option:
+    return option(flag, told, default=default, metavar="TEXT")
+
+
+def switch(flag: str, told: str) -> Option:
+    return option(flag, told, action="store_true")
+
+
+def number(flag: str, told: str, default: float, kind: type = int) -> Option:
+    return option(flag, f"{told} (default {default})", default=default, type=kind, metavar="N")
+
+
+AS_JSON = switch("--json", "print the result as JSON, everything else to stderr")
+METRIC = option("--metric", "which score; without it val_bpb, where all runs have it, else val_loss",
+                choices=DIGITS)
+COUNT = number("-n", "runs of each side or setting, each with a seed of its own", 5)
+SEED = number("--seed", "seed of the first run; the next have the next ones", 1337)
+PATHS = option("paths", "run folders, record folders, logs, or folders of these", nargs="+", metavar="PATH")
+PRESET = option("--preset", "the recipe (default speedrun_plus)", default="speedrun_plus")
+WORKERS = number("--workers", "how many runs at a time; 0: one on a GPU, else one for each core", 0)
+
+
+def add_records(add: Add) -> None:
+    """Commands that make and check records."""
+    add("new", "Makes a record folder from finished run folders.",
+        option("runs", "run folders, or their names under logs/", nargs="+", metavar="RUN"),
+        option("--name", "name of the record, which ends that of its folder", required=True),
+        text("--author", "who made it"),
+        text("--github-id", "the author's name on GitHub"),
+        text("--blurb", "a sentence on what it changes; it begins the record's page"),
+        text("--ai-disclosure", "what an AI helped with"),
+        option("--exclude", "RUN=reason: a finished run of the same code and constants that is left out; "
+               "once for each", action="append", default=[], metavar="RUN=reason"),
+        text("--before", "the record to compare with (default: the best on such a machine); none: the first"),
+        option("--baseline", "a run of the record before on this machine; once for each", action="append",
+               default=[], metavar="RUN"),
+        text("--into", "folder of the track folders (default records/)"),
+        switch("--systems-change", "only the speed changed: the test against the target is waived"),
+        switch("--whole", "take a script with several recipes"))
+    add("check", "Recomputes whatever a record folder claims. Runs its code unless --no-exec is given.",
+        option("folder", "a record folder", metavar="FOLDER"),
+        switch("--rerun-eval", "score its artifacts again"),
+        switch("--no-exec", "run no code of the folder"),
+        option("--artifact", "an artifact that is too large for the folder; once for each", action="append",
+               default=[], metavar="PATH"),
+        switch("--verbose", "a line for each rule, not only for those that fail"),
+        option("--replay", "train the first N steps again and compare the losses", type=int, default=0,
+               metavar="N"),
+        option("--seed", "with --replay: the run of this seed, not train.log's", type=int, metavar="K"),
+        # golf at its own size: 195 on 2 cores
+        number("--seconds", "limit for the folder's code, in seconds", 600, float))
+    add("audit", "Checks a tree of record folders, other projects' too, each against its own files.",
+        option("folder", "a folder of record folders", metavar="DIR"))
+    add("board", "Rewrites the leaderboards of records/README.md, or with --html writes a page of runs.",
+        option("paths", "with --html: what the page shows (default logs and records)", nargs="*",
+               metavar="PATH"),
+        switch("--html", "write one HTML page of all runs and records"),
+        option("--out", "the page (default board.html)", default="board.html", metavar="FILE"))
+
+
+def add_comparisons(add: Add) -> None:
+    """Commands that compare runs, and those that train them first."""
+    add("stats", "n, mean, std and tests of runs, records and logs of other projects.",
+        PATHS, AS_JSON, METRIC,
+        option("--target", "test whether the mean is better than this", type=float, metavar="SCORE"),
+        option("--baseline", "runs to compare with: Welch's test and the ratio of times", default="",
+               metavar="PATH"))
+    add("compare", "Is B better than A? Scores are compared if they are of the same tokens of the same text.",
+        option("paths", "A and B: run folders, records or logs (several of one side with commas between "
+               "them), or with --run the commands that train them", nargs="+", metavar="PATH"),
+        switch("--run", "A and B are shell commands: train both -n times, in turn; they get SEED and RUN_ID"),
+        COUNT, METRIC, AS_JSON, SEED,
+        option("--across", "with --run: compare at each value of a setting, say DEPTH=4,6,8",
+               metavar="NAME=a,b"),
+        option("--out", "picture of the curves (default logs/compare.png)", default="logs/compare.png",
+               metavar="FILE"))
+    add("sweep", "Trains each setting -n times, in turn, and compares the others with the first.",
+        option("settings", "NAME=a,b,c; several make every combination; / separates values with commas",
+               nargs="+", metavar="NAME=a,b"),
+        COUNT, AS_JSON,
+        text("--command", "shell command that trains, with the settings in its environment"),
+        SEED)
+    add("ablate", "Trains a run's settings, and again with each changed constant as in the record before.",
+        option("run", "a run folder, or its name under logs/", metavar="RUN"),
+        COUNT, AS_JSON, SEED,
+        text("--before", "the record to revert to (default: the best on such a machine)"))
+    add("noise", "The spread over seeds, and the smallest difference that n runs a side detect.",
+        option("preset", "a preset, which is trained -n times, or a folder of its runs", metavar="PRESET"),
+        COUNT, METRIC, AS_JSON, SEED)
+
+
+def add_proxies(add: Add) -> None:
+    """Commands that try changes on proxies. docs/proxy.md says what their verdicts are worth."""
+    texts = option("--texts", "folders of datasets (default the embedded corpus)", nargs="+",
+                   default=["data/datasets/embedded"], metavar="DIR")
+    add("try", "Tests the working tree, or settings, against HEAD on a proxy, in pairs, until it is clear.",
+        option("words", "what the change is, for the ledger; NAME=value is a setting to try", nargs="*",
+               metavar="WORD"),
+        PRESET, WORKERS,
+        option("--proxy", "width of the proxy; 0: that of the last try, or what ends in five minutes",
+               type=int, default=0, metavar="WIDTH"),
+        option("--text", "folder of a dataset (default the embedded corpus)",
+               default="data/datasets/embedded", metavar="DIR"),
+        option("--ledger", f"file of all tries (default {tries.LEDGER})", default=tries.LEDGER,
+               metavar="FILE"),
+        AS_JSON, number("--pairs", "pairs of runs at most", tries.MOST_PAIRS),
+        switch("--same", "HEAD against itself: how often is nothing called a gain?"),
+        switch("--outside", "allow edits beyond the recipe's own section"))
+    add("rank", "Ranks changes against the recipe at several widths and texts; goes on after a kill.",
+        option("changes", "NAME=value, several in quotes; a script; or a folder of logs/tries", nargs="*",
+               metavar="CHANGE"),
+        PRESET, WORKERS,
+        option("--name", "name of the ranking, whose folder is logs/rank_NAME (default changes)",
+               default="changes"),
+        option("--widths", "widths of the proxies (default 32 48)", type=int, nargs="+", default=[32, 48],
+               metavar="WIDTH"),
+        AS_JSON, SEED, texts, number("--rounds", "runs of each change at each width and text, at most", 6),
+        option("--out", "picture of the gains (default: rank.png in its folder)", default="", metavar="FILE"))
+    add("calibrate", "Trains the speedrun's proxies without each technique whose gain is public.",
+        option("settings", "NAME=value for all runs", nargs="*", metavar="NAME=value"),
+        WORKERS, AS_JSON, number("--seeds", "runs of each", 3),
+        option("--texts", "folders of datasets", nargs="+", default=TEXTS, metavar="DIR"),
+        option("--widths", "widths of the proxies", type=int, nargs="+", default=WIDTHS, metavar="WIDTH"),
+        switch("--kept", "the third of the list that was kept for the end"),
+        switch("--list", "print the techniques and their public gains, train nothing"),
+        switch("--report", "report what has been trained, train nothing"))
+
+
+def add_pictures(add: Add) -> None:
+    """Commands that show a run to people, or its model to other programs."""
+    add("plot", "Loss curves: the median of each path's runs, and a band from the lowest to the highest.",
+        PATHS,
+        option("--out", "the picture (default loss.png)", default="loss.png", metavar="FILE"),
+        option("--by", "the horizontal axis (default seconds)", choices=[*curves.AXES], default="seconds"))
+    add("export", "Writes a run's weights as safetensors, and model.py, which reads them with torch alone.",
+        option("run", "a run folder, a record folder or a model file", metavar="RUN"),
+        option("--out", "the folder (default: export beside the model)", default="", metavar="DIR"))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -69,52 +221,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
 
-    def add(name: str, *options: tuple[str, dict[str, Any]]) -> None:
-        sub = commands.add_parser(name)
+    def add(name: str, told: str, *options: Option) -> None:
+        sub = commands.add_parser(name, description=told)
         for flags, settings in options:
             sub.add_argument(*flags.split(), **settings)
 
-    text = {"default": ""}
-    on = {"action": "store_true"}
-    several = {"action": "append", "default": []}
-    paths = ("paths", {"nargs": "+"})
-    as_json = ("--json", on)
-    metric = ("--metric", {"choices": DIGITS})
-    count = ("-n", {"type": int, "default": 5})
-    seed = ("--seed", {"type": int, "default": 1337})
-    add("new", ("runs", {"nargs": "+"}), ("--name", {"required": True}), ("--author", text),
-        ("--github-id", text), ("--blurb", text), ("--ai-disclosure", text), ("--exclude", several),
-        ("--before", text), ("--baseline", several), ("--into", text), ("--systems-change", on),
-        ("--whole", on))
-    add("check", ("folder", {}), ("--rerun-eval", on), ("--no-exec", on), ("--artifact", several),
-        ("--verbose", on), ("--replay", {"type": int, "default": 0, "metavar": "N"}),
-        ("--seed", {"type": int, "help": "with --replay: which run, if not train.log's"}),
-        ("--seconds", {"type": float, "default": 600}))     # golf at its own size: 195 on 2 cores
-    add("audit", ("folder", {}))
-    add("stats", paths, as_json, metric, ("--target", {"type": float}), ("--baseline", text))
-    add("compare", paths, ("--run", on), count, metric, as_json, seed,
-        ("--across", {"metavar": "NAME=a,b", "help": "with --run: at each value, say DEPTH=4,6,8"}),
-        ("--out", {"default": "logs/compare.png"}))
-    add("sweep", ("settings", {"nargs": "+"}), count, as_json, ("--command", text), seed)
-    add("ablate", ("run", {}), count, ("--before", text), as_json, seed)
-    add("noise", ("preset", {}), count, metric, as_json, seed)
-    place = ("--preset", {"default": "speedrun_plus"}), ("--workers", {"type": int, "default": 0})
-    width = {"type": int, "default": 0, "metavar": "WIDTH"}
-    add("try", ("words", {"nargs": "*"}), *place, ("--proxy", width),
-        ("--text", {"default": "data/datasets/embedded"}), ("--ledger", {"default": tries.LEDGER}), as_json,
-        ("--pairs", {"type": int, "default": tries.MOST_PAIRS}), ("--same", on), ("--outside", on))
-    add("rank", ("changes", {"nargs": "*"}), *place, ("--name", {"default": "changes"}),
-        ("--widths", {"type": int, "nargs": "+", "default": [32, 48]}), as_json, seed,
-        ("--texts", {"nargs": "+", "default": ["data/datasets/embedded"]}),
-        ("--rounds", {"type": int, "default": 6}), ("--out", text))
-    add("calibrate", ("settings", {"nargs": "*"}), ("--workers", {"type": int, "default": 0}), as_json,
-        ("--seeds", {"type": int, "default": 3}), ("--texts", {"nargs": "+", "default": TEXTS}),
-        ("--widths", {"type": int, "nargs": "+", "default": WIDTHS}), ("--kept", on), ("--list", on),
-        ("--report", on))
-    add("plot", paths, ("--out", {"default": "loss.png"}),
-        ("--by", {"choices": [*trials.AXES], "default": "seconds"}))
-    add("board", ("paths", {"nargs": "*"}), ("--html", on), ("--out", {"default": "board.html"}))
-    add("export", ("run", {}), ("--out", text))
+    for add_some in (add_records, add_comparisons, add_proxies, add_pictures):
+        add_some(add)
     return parser.parse_args(argv)
 
 
@@ -138,7 +251,7 @@ def run(args: argparse.Namespace, say: Callable) -> int:
     if args.what == "board":
         demand(args.html or not args.paths, "board of PATH needs --html")
         if args.html:
-            places = args.paths or [path for path in ("logs", folders.HOME) if Path(path).exists()]
+            places = args.paths or [path for path in ("logs", folders.HOME) if os.path.lexists(path)]
             write_page(places, args.out, say)
         else:
             board(say)

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
-from gpu_plan import start_process, stop_process
+
+from tools.gpu.plan import start_process, stop_process
 
 LIMIT = 240.0  # s of one test; with five presets compiling alongside, two of 21 needed more than 100
 CHILD = "GPU_TEST_CHILD"  # in the environment of the processes
@@ -36,7 +37,6 @@ ORDER = dict(
     test_nothing_compiles_on_the_clock=GiB_OF_A_TOY,
     test_no_synchronisation_between_log_lines=GiB_OF_A_TOY,
     test_the_cap=GiB_OF_A_TOY,
-    test_a_micro_batch_that_does_not_fit_is_halved_before_the_clock=GiB_OF_A_TOY,
     test_fp32_on_the_gpu=GiB_OF_A_TOY,
     test_under_torchrun=GiB_OF_A_TOY,
     test_the_plan_knows_the_memory_of_a_step=12,

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "records", "data", "tools")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 # Modules with asserts that are no test files
 pytest.register_assert_rewrite("golden_common", "golden_golf", "golden_speedrun", "golden_gpt2",
@@ -52,7 +52,7 @@ def one_thread():
 @pytest.fixture
 def tool(capsys):
     """records/record.py: words -> (exit code, what it printed, what went to stderr)."""
-    import record
+    from records import record
 
     def call(*words):
         capsys.readouterr()
@@ -92,6 +92,17 @@ def imports_apart():
 
 
 @pytest.fixture(autouse=True)
+def one_trainer():
+    """Where a test has loaded another train_gpt.py, the next one gets the one from before again."""
+    before = sys.modules.get("train_gpt")
+    yield
+    if before is not None:
+        sys.modules["train_gpt"] = before
+    elif "train_gpt" in sys.modules and Path(sys.modules["train_gpt"].__file__) != ROOT / "train_gpt.py":
+        del sys.modules["train_gpt"]
+
+
+@pytest.fixture(autouse=True)
 def torch_settings():
     """A Team sets them for its whole process; the next test starts from torch's own again."""
     yield
@@ -115,20 +126,18 @@ def root(tiny_data, tmp_path_factory):
 
 @pytest.fixture
 def train(root, monkeypatch, capsys):
-    """main() in this process, in root: settings -> code, out, err and what helpers.look finds. Without
-    loss.png, which takes as long as a toy run; PICTURE=True draws it."""
+    """main() in this process, in root: settings -> code, out, err and what helpers.look finds."""
     import train_gpt
 
     monkeypatch.chdir(root)
 
-    draw = train_gpt.plot_curves
-
-    def go(base, PICTURE=False, **settings):
-        monkeypatch.setattr(train_gpt, "plot_curves", draw if PICTURE else lambda *_: None)
+    def go(base, **settings):
         run_id = settings.get("RESUME") or f"run{next(NUMBERS)}"
         env = base | settings | {"RESUME" if "RESUME" in settings else "RUN_ID": run_id}
         capsys.readouterr()
         code = train_gpt.main([], env)
+        train_gpt.catch_signals()       # those of training hold the run, and that its locked log
+        gc.enable()
         out, err = capsys.readouterr()
         return SimpleNamespace(**vars(helpers.look(root / "logs" / run_id)), code=code, out=out, err=err)
 
@@ -136,13 +145,13 @@ def train(root, monkeypatch, capsys):
 
 
 class SimulatedClock:
-    """For train(): a counter that stands still but where a test lets time pass; and the Run of it."""
+    """For train(): a clock that stands still but where a test lets time pass; and the Run that trains."""
 
     def __init__(self):
         self.now = 0.0
         self.run = None
 
-    def __call__(self):
+    def perf_counter(self):
         return self.now
 
     def passes(self, fn, seconds):
@@ -155,15 +164,20 @@ class SimulatedClock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of runs in this process."""
+    """The clock of runs in this process while they train."""
     import train_gpt
 
     clock = SimulatedClock()
     real = train_gpt.train
 
-    def train(run, state):
+    def train(run):
         clock.run = run
-        return real(run, state, clock)
+        with monkeypatch.context() as patch:
+            patch.setattr(train_gpt, "time", clock)
+            try:
+                return real(run)
+            finally:
+                clock.run = None
 
     monkeypatch.setattr(train_gpt, "train", train)
     return clock
@@ -216,7 +230,7 @@ def go(root):
         run_id = resume or more.get("RUN_ID") or f"run{next(NUMBERS)}"
         env = settings | more | {"RESUME" if resume else "RUN_ID": run_id}
         env |= {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
-        env |= dict(OMP_NUM_THREADS="1", FAULT=fault, PICTURE="0", PYTHONPATH=str(ROOT))
+        env |= dict(OMP_NUM_THREADS="1", FAULT=fault, PYTHONPATH=str(ROOT))
         places, store = rank_environments(ranks)
         outs = [str(Path(cwd, f"output{next(NUMBERS)}")) for _ in range(ranks)]
         began = time.monotonic()
@@ -263,7 +277,6 @@ def pytest_configure_node(node):
 
 
 # ---------------------------------------------------------------- which tests run
-LEFT_OUT = {"slow", "static"}       # unless -m names one of a test's markers
 QUICK = {       # a file, or a test of it with its cases
     "test_config.py", "test_data.py", "test_eval.py", "test_golden.py", "test_kernel_costs.py",
     "test_model.py", "test_optimizer.py", "test_speedrun.py",
@@ -276,6 +289,12 @@ def markers_of(item):
     return {mark.name for mark in item.iter_markers()}
 
 
+def is_left_out(markers, asked):
+    """Of a test with these markers, where -m names these: static, which needs CUDA's libraries, unless it is
+    named itself; slow, unless one of the test's markers is."""
+    return "static" in markers - asked or ("slow" in markers and not markers & asked)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Marks the quick tests; leaves out what takes long or needs CUDA's libraries, unless asked for it, and
@@ -284,7 +303,7 @@ def pytest_collection_modifyitems(config, items):
         if QUICK & {item.path.name, f"{item.path.name}::{item.originalname}"}:
             item.add_marker("quick")
     asked = set(re.findall(r"\w+", config.option.markexpr))
-    left = [item for item in items if markers_of(item) & LEFT_OUT and not markers_of(item) & asked]
+    left = [item for item in items if is_left_out(markers_of(item), asked)]
     config.left_out = Counter(name for item in left for name in markers_of(item))
     config.left_out["gpu"] = sum("gpu" in markers_of(item) for item in items if item not in left)
     config.all_collected = not any("::" in argument for argument in config.args) and (

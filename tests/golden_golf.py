@@ -29,8 +29,7 @@ class Golf(Seed):
         return found
 
     def packing_config(self, about):
-        return replace(self.cfg, train_seq_len=about["row_tokens"], train_batch_tokens=about["batch_tokens"],
-                       max_epochs=0)
+        return replace(self.cfg, train_seq_len=about["row_tokens"], train_batch_tokens=about["batch_tokens"])
 
     def validation_config(self, context, targets):
         return replace(self.cfg, eval_context=context, eval_stride=0, val_tokens=targets)

@@ -205,9 +205,7 @@ def test_golf_plus_calibration(golf_plus, monkeypatch):
     batches = [golf_plus.batch(k) for k in range(golf_plus.batches())]
     monkeypatch.setattr(train_gpt, "Loader", lambda *_: SimpleNamespace(next=lambda _: batches.pop(0)))
     cfg = replace(golf_plus.cfg, gptq_batches=len(batches))
-    team = fake_team()
-    team.dtype = torch.float32
-    found = calibrated(cfg, golf_plus.model(), None, team)
+    found = calibrated(cfg, golf_plus.model(), None, fake_team())
     assert names and not batches
     assert {kind_of(name) for name in found} == {*MATRICES, "embed"}
     for name in names:
@@ -223,4 +221,4 @@ def test_golf_plus_compressor(golf_plus):
     for part in (raw, raw[:-1]):
         assert train_gpt.decompress(golf_plus.full.compress(part)) == part
     assert len(packed) == golf_plus.json("quant.compressed_sizes")["brotli11"]
-    assert golf_plus.full.codec() == golf_plus.json("full_size")["compressor"]
+    assert golf_plus.full.codec == golf_plus.json("full_size")["compressor"]

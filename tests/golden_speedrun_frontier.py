@@ -584,13 +584,13 @@ def test_frontier_first_values_optimizers_and_rates(speedrun_frontier):
     with torch.device("meta"):
         model = cfg.make_model(train_gpt.Kernels())
     shapes = {train_gpt.kind_of(name): p.shape for name, p in model.named_parameters()}
-    # as first_values() draws them, for small parameters only
+    # as init_parameters() draws them, for small parameters only
     values = {name: torch.full(p.shape, float(table[train_gpt.kind_of(name)].scale))
               if p.numel() < 1e6 else torch.empty(0) for name, p in model.named_parameters()}
     values["head"] = torch.ones(1)
     values["mudd_b2"] = torch.zeros(2, 14)
     values["mudd_gate_b2"] = torch.zeros(2, 41)
-    values = cfg.first_values(values)
+    values = cfg.adjust_init(values)
     assert torch.equal(values["embed"], values["head"])
     for kind, shape in shapes.items():
         row = rows[kind]

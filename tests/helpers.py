@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,7 +35,7 @@ def sources(*folders):
 TOY = dict(
     COMPILE="0", DEVICE="cpu", DTYPE="float32", DATA_PATH="data/datasets/toy", DATA_FINGERPRINT="",
     NUM_LAYERS="2", MODEL_DIM="32", NUM_HEADS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="1024",
-    VAL_TOKENS="4096", SAMPLE_TOKENS="2", MAX_WALLCLOCK_SECONDS="0", ITERATIONS="20", WARMUP_STEPS="0",
+    VAL_TOKENS="4096", MAX_WALLCLOCK_SECONDS="0", ITERATIONS="20", WARMUP_STEPS="0",
     TRAIN_LOG_EVERY="10", BIGRAM_ROWS="1024", COUNT_BITS="12", COUNT_ORDERS="2", COUNT_WORDS="3",
     COPY_ORDERS="1,3",
     WINDOW_PATTERN="L", WINDOW_SCHEDULE="0", BIGRAM_EVERY="1", BATCH_SCHEDULE="1")
@@ -64,14 +63,18 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
     return {"path": path.name, "tokens": len(tokens), "sha256": hashlib.sha256(raw).hexdigest()}
 
 
+class TemporaryPath(type(Path())):
+    """Its file goes when it does."""
+
+
 def shard_file(tokens):
-    """A Shard; its file goes when it does."""
+    """A Shard; its file goes when its path does."""
     import train_gpt
     file = tempfile.NamedTemporaryFile(suffix=".bin")
     write_shard(file.name, tokens)
-    shard = train_gpt.Shard(Path(file.name), len(tokens))
-    weakref.finalize(shard, file.close)
-    return shard
+    path = TemporaryPath(file.name)
+    path.file = file
+    return train_gpt.Shard(path, len(tokens))
 
 
 def train_tokenizer(texts, vocab_size=512, **options):
@@ -127,9 +130,9 @@ def write_toy_data(root):
 def toy_of(preset, **settings):
     """TOY for another preset, without what that lacks, with settings laid over it."""
     import train_gpt
-    own = train_gpt.fields_of(train_gpt.RECIPES[preset])
+    own = {f.name for f in train_gpt.fields(train_gpt.RECIPES[preset])}
     toy = TOY | dict(NUM_KV_HEADS="0", VOCAB_SIZE="512", TOKENIZER_PATH="", SEQ_SCHEDULE="1", PRESET=preset,
-                     ARTIFACT_BYTES_LIMIT="0")      # with one, the plan packs ten artifacts
+                     ARTIFACT_BYTES_LIMIT="0")
     return {name: text for name, text in toy.items() if name.lower() in own} | settings
 
 
@@ -150,34 +153,38 @@ def toy_config(root, preset="", **settings):
 
 
 def init_parameters(model, seed):
-    """A model's first values."""
+    """Fills a model with its init."""
     import train_gpt
-    values = train_gpt.first_values(model, seed)
+    values = train_gpt.init_parameters(model, seed)
+    if hasattr(model.cfg, "adjust_init"):
+        values = model.cfg.adjust_init(values)
     for name, p in model.named_parameters():
         p.data.copy_(values[name])
 
 
-def add_gradients(optimizer, gradients, alone=False):
-    """{name: gradient}, as a backward pass would add them. alone: see Optimizer.backward()."""
+def add_gradients(optimizer, gradients, micro_steps=1):
+    """{name: gradient}, as one of so many micro-steps of a step would add them."""
     names = [name for bank in optimizer.banks for name in bank.names]
     loss = sum((p * gradients[name]).sum() for p, name in zip(optimizer.params, names))
-    optimizer.backward(loss, alone)
+    optimizer.backward(loss, micro_steps)
 
 
 def fake_team(rank=0, world_size=1):
     """What Loader and evaluate ask of a Team, without ranks that talk to each other."""
     import torch
-    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), on_gpu=False,
-                           cache_note="", wait=lambda: None)
+    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), dtype=torch.float32,
+                           on_gpu=False, wait=lambda: None)
+
+
+def fake_run(cfg, model=None, data=None, team=None, log=lambda *_, **event: None, folder=Path(), **given):
+    """A Run of what a test needs of it."""
+    import train_gpt
+    return train_gpt.Run(cfg, cfg, team or fake_team(), log, data, None, "", folder, model=model, **given)
 
 
 def calibrated(cfg, model, data, team, log=print):
     """The hessians that cfg.calibrate() finds in a run of that model."""
-    import train_gpt
-    run = train_gpt.Run(cfg, cfg, team, log, None, "", data=data, model=model)
-    cfg.calibrate(run)
-    assert run.report["calibration_ms"] >= 0
-    return model.hessians
+    return cfg.calibrate(fake_run(cfg, model, data, team, log))
 
 
 def run_cli(cwd, *args, ranks=0, env=None, timeout=300, script=SCRIPT, python=""):

@@ -3,8 +3,8 @@
     FAULT=kill@step:17 python tests/inject.py
 
 FAULT: WHAT@PLACE[/FILE]:N[@RANK], several with ';' between: at the N-th time that this process comes to the
-place, there of a file whose name ends so, on that rank or on all. NAP: seconds that a nap takes; TIMEOUT and
-LONG: those of TRAINING_TIMEOUT and LONG_TIMEOUT. PICTURE=0: no loss.png, which takes as long as a toy run.
+place, there of a file whose name ends so, on that rank or on all. TIMEOUT: seconds after which a
+collective gives up.
 """
 import ctypes
 import errno
@@ -25,14 +25,14 @@ import train_gpt  # noqa: E402
 # A place is where this function is entered
 PLACES = {
     "setup": (train_gpt, "open_data"),              # before there is a folder
-    "rehearse": (train_gpt, "rehearse"),
+    "warmup": (train_gpt, "warm_up"),
     "step": (train_gpt, "train_step"),
     "update": (train_gpt.Optimizer, "step"),        # gradients are there, weights are as before
     "read": (train_gpt.Loader, "read"),
-    "save": (train_gpt.Saver, "save"),
+    "save": (train_gpt, "save_checkpoint"),
     "write": (train_gpt, "write_atomically"),       # of a part of the file
     "evaluate": (train_gpt, "score_targets"),      # a batch
-    "artifact": (train_gpt, "pack_artifact"),
+    "artifact": (train_gpt, "pack_artifact"),       # final_model.pt is there
     "log": (train_gpt.Log, "__call__"),
     "sync": (os, "fsync"),
     "rename": (os, "replace"),
@@ -60,7 +60,6 @@ ACTIONS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": hang,
     "pause": signal.pause,      # until a signal comes
-    "nap": lambda: time.sleep(float(os.environ["NAP"])),
     "raise": lambda: fail(RuntimeError("an injected mistake")),
     "oom": lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
     "full": lambda: fail(OSError(errno.ENOSPC, "No space left on device")),
@@ -75,7 +74,8 @@ ACTIONS = {
 
 
 class Fault:
-    """One of those that FAULT names; counts how often its place was met."""
+    """One of those that FAULT names; counts how often its place was met, the steps of the warmup apart."""
+    warming_up = False
 
     def __init__(self, text):
         self.text = text
@@ -88,8 +88,10 @@ class Fault:
 
     def meet(self, file):
         """Its name if this is the n-th time, after what it does."""
-        self.count += file.endswith(self.file)
-        if self.count != self.n or not file.endswith(self.file):
+        if Fault.warming_up or not file.endswith(self.file):
+            return ""
+        self.count += 1
+        if self.count != self.n:
             return ""
         print(f"inject: {self.text} at {time.monotonic():.3f}", file=sys.stderr, flush=True)
         ACTIONS[self.what]()
@@ -142,17 +144,21 @@ def install(faults):
         setattr(owner, name, faulty(fault, getattr(owner, name)))
 
 
+def warm_up(run, real=train_gpt.warm_up):
+    Fault.warming_up = True
+    real(run)
+    Fault.warming_up = False
+
+
 def main(arguments):
     """train_gpt.py's main, with the faults of the environment. Ends the process."""
     sys.stdout.reconfigure(errors="replace")
     with suppress(OSError, AttributeError):     # a rank that hangs ends with its parent, where there is prctl
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     faults = [Fault(text) for text in os.environ.get("FAULT", "").split(";") if text]
+    train_gpt.warm_up = warm_up
     install(fault for fault in faults if fault.rank in (None, os.environ.get("RANK", "0")))
-    train_gpt.TRAINING_TIMEOUT = float(os.environ.get("TIMEOUT", train_gpt.TRAINING_TIMEOUT))
-    train_gpt.LONG_TIMEOUT = float(os.environ.get("LONG", train_gpt.LONG_TIMEOUT))
-    if os.environ.get("PICTURE") == "0":
-        train_gpt.plot_curves = lambda *_: None
+    train_gpt.COLLECTIVE_TIMEOUT = float(os.environ.get("TIMEOUT", train_gpt.COLLECTIVE_TIMEOUT))
     sys.exit(train_gpt.main(arguments, os.environ))
 
 

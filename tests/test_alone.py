@@ -11,7 +11,7 @@ from helpers import ROOT
 
 CONFTEST = f"""
 import sys
-sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT / "tools")!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import alone
 
 def pytest_configure(config):

@@ -1,30 +1,33 @@
-"""tools/bench.py: the training loop, settings and checkouts in turn, parts of a step, codecs, rooflines."""
+"""tools/dev/bench.py: the training loop, settings and checkouts in turn, step parts, codecs, rooflines."""
 import dataclasses
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-import bench
 import fork_server
 import train_gpt
 from helpers import ROOT, TOY, run_cli, slow
+from tools.dev import bench
 
 SMALL = ["DEVICE=cpu", "DTYPE=float32", "COMPILE=0", "WARMUP_STEPS=1", "TRAIN_SEQ_LEN=64", "VOCAB_SIZE=512",
-         "TRAIN_BATCH_TOKENS=256", "NUM_HEADS=2", "MODEL_DIM=32", "MAX_DOC_LEN=64", "EVAL_CONTEXT=0",
+         "TRAIN_BATCH_TOKENS=256", "MODEL_DIM=32", "NUM_HEADS=2", "MAX_DOC_LEN=64", "EVAL_CONTEXT=0",
          "WINDOW_BLOCK=32", "EVAL_WINDOW=64", "WINDOW_SCHEDULE=32,64,64,64", "BATCH_SCHEDULE=1,2,2,2",
          "SEQ_SCHEDULE=1,2,2,2"]
 SPEEDRUN = ["speedrun", "NUM_LAYERS=5", "WINDOW_PATTERN=0LS-L", *SMALL]
 SPEEDRUN_PLUS = ["speedrun_plus", "BIGRAM_ROWS=64", "QK_DIM=12", "DC_WINDOW=7", "PREFIX_WEIGHT=0",
                  "DOC_SCHEDULE=20", *SMALL]
-PARTS = ["attention", "MLP", "head and loss", "optimizer", "the rest", "communication", "host"]
+TINY = ["tiny", "BIGRAM_ROWS=256", "COUNT_BITS=12", *SMALL[:8], "WINDOW_SCHEDULE=32,64", "BATCH_SCHEDULE=1,2"]
+PARTS = ["attention", "MLP", "head and loss", "optimizer", "the rest"]
 OLDER = ROOT / "records/track_tiny/2026-11-22_FastStepsWindows"  # has set_context, imports kernels.py
+WITH_SAVER = ROOT / "records/track_tiny/2026-11-26_WordsLongNgrams"  # has recipes
 
 
 def run_bench(cwd, *words, launch=()):
-    done = subprocess.run([fork_server.start(), *launch, str(ROOT / "tools/bench.py"), *words], cwd=cwd,
+    done = subprocess.run([fork_server.start(), *launch, str(ROOT / "tools/dev/bench.py"), *words], cwd=cwd,
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -46,26 +49,36 @@ def test_the_training_loop(toy_folder, capsys):
     assert len(shares) == 3 and min(shares) > 0
 
 
-def test_saving(toy_folder, capsys):
-    """Of 25 steps, those after 10 and 20 begin with a checkpoint: two in each of two repeats."""
-    bench.saving_table(TOY, steps=25, repeats=2)
+def test_saving(toy_folder, monkeypatch, capsys):
+    """What is timed is the trainer's own checkpoint, of weights and moments."""
+    sizes = []
+    plain = train_gpt.save_checkpoint
+
+    def counted(run):
+        plain(run)
+        sizes.append((run.folder / "checkpoint.pt").stat().st_size)
+
+    monkeypatch.setattr(train_gpt, "save_checkpoint", counted)
+    bench.saving_table(TOY, repeats=3)
     out = capsys.readouterr().out
-    assert "25 steps x 2 repeats, a checkpoint every 10 steps, 4 in all, of " in out
-    copy, file = (float(re.search(rf"^{row} +([\d.]+) ms", out, re.M)[1]) for row in ("copy", "file"))
-    assert copy > 0 and file > 0
+    row = re.search(r"^checkpoint +([\d.]+) MiB, ([\d.]+) ms \(longest ([\d.]+)\)", out, re.M)
+    size, ms, longest = row.groups()
+    assert len(sizes) == 3 and f"{sizes[-1] / 2**20:.1f}" == size and 0 < float(ms) <= float(longest)
 
 
 @torch._dynamo.config.patch(recompile_limit=8)      # a monkeypatch would leave it hidden
 def test_arms_step_in_turn(toy_folder, monkeypatch, capsys):
     """A checkout of an older interface, with a file that it imports, beside this one with two settings."""
+    settings = {name: value for name, value in TOY.items() if name in bench.names_of(train_gpt)}
     calls = []
     for name, trainer in (("before", bench.load_trainer(OLDER)), ("after", train_gpt)):
         def counted(*args, name=name, plain=trainer.train_step):
             calls.append(name)
             return plain(*args)
         monkeypatch.setattr(trainer, "train_step", counted)
-    bench.arms_table(TOY, [f"before={OLDER}", "after=", "after= TRAIN_BATCH_TOKENS=2048"], steps=3, skipped=1)
-    assert calls == ["before", "after", "after"] * 4
+    arms = [f"before={OLDER}", "after=", "after= TRAIN_BATCH_TOKENS=2048"]
+    bench.arms_table(settings, arms, steps=3, skipped=1)
+    assert calls[-12:] == ["before", "after", "after"] * 4      # those before are of the warmup
     assert sys.modules["kernels"].__file__ == str(OLDER / "kernels.py") and str(OLDER) not in sys.path
     said, _, first, second, third = capsys.readouterr().out.splitlines()
     assert said.startswith(f"before={OLDER} does not have COUNT_")
@@ -76,7 +89,26 @@ def test_arms_step_in_turn(toy_folder, monkeypatch, capsys):
         assert tokens / float(milliseconds) * 1e3 == pytest.approx(int(rate.replace(",", "")), rel=0.01)
 
 
-@pytest.mark.parametrize("words", [["--saving", "--steps=10"], ["--arm", "a=", "--steps=1"], ["--repeats=0"]])
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_arms_of_the_last_trainer_with_a_saver(toy_folder, capsys):
+    """The same recipe on both sides, whose losses agree after the same steps."""
+    settings = {name: value for name, value in TOY.items() if name in bench.names_of(train_gpt)}
+    trainers = [bench.load_trainer(WITH_SAVER), train_gpt]
+    losses = []
+    for trainer in trainers:
+        known = {name: value for name, value in settings.items() if name in bench.names_of(trainer)}
+        run, _ = bench.prepare(known, 4, trainer)
+        step = bench.step_function(trainer, run)
+        for _ in range(4):
+            step(run.loader.next(run.cfg.train_batch_tokens))
+        losses.append([value.double().norm().item() for value in run.optimizer.weights().values()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) > 20
+    bench.arms_table(settings, [f"before={WITH_SAVER}", "after="], steps=2, skipped=1)
+    assert capsys.readouterr().out.count(" ms a step ") == 2
+
+
+@pytest.mark.parametrize("words", [
+    ["--saving", "--repeats=0"], ["--arm", "a=", "--steps=1"], ["--repeats=0"]])
 def test_too_few_steps_are_refused(words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench", *words])
     with pytest.raises(SystemExit) as ended:
@@ -91,22 +123,43 @@ def test_refused_arms(text):
 
 
 @pytest.mark.parametrize("settings, ranks", [
-    pytest.param(SPEEDRUN_PLUS, 1, id="one rank"), slow(SPEEDRUN, 2, id="two")])
+    pytest.param(SPEEDRUN_PLUS, 1, id="one rank"), pytest.param(TINY, 1, id="tiny"),
+    slow(SPEEDRUN, 2, id="two")])
 def test_parts(settings, ranks, tmp_path):
-    """A table per stage, on random data of its own; parts add up to the step, ranks talk to each other."""
+    """A table per stage, on random data of its own; parts add up to the step, ranks talk to each other. Each
+    part takes time, tiny's head and loss, too; shares are from 0 to 100 percent; a CPU has no mfu."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     stages = run_bench(tmp_path, "--parts", "--steps=3", *settings, launch=launch).split("\n\n")[1:]
     heads = [re.match(r"(\d+) tokens, window (\d+): ([\d.]+) ms a step, ([\d,]+) tok/s, ([\d,]+) per rank", s)
              for s in stages]
     assert [head[1] + " " + head[2] for head in heads] == ["256 32", "512 64"]
     for stage, head in zip(stages, heads):
-        rows = {name.strip(): float(ms) for name, ms in re.findall(r"^  (\D+?) +(-?[\d.]+) ms", stage, re.M)}
-        assert [*rows] == PARTS
-        assert sum([*rows.values()][:-2]) == pytest.approx(float(head[3]), abs=0.02)
-        assert min(rows[name] for name in PARTS[:3]) > 0 and (rows["communication"] > 0) == (ranks > 1)
+        found = re.findall(r"^  (\D+?) +(-?[\d.]+) ms +([\d.-]+)%", stage, re.M)
+        rows = {name: float(ms) for name, ms, _ in found}
+        shares = {name: float(share) for name, _, share in found}
+        assert [*rows] == PARTS + ["communication"] * (ranks > 1)
+        assert min([shares[name] for name in PARTS[:-1]]) > 0 and shares["the rest"] >= 0
+        assert sum([shares[name] for name in PARTS]) == pytest.approx(100, abs=0.3)
+        whole = sum([rows[name] for name in PARTS])
+        if more := re.search(r"alone, the parts take ([\d.]+) times as long", stage):
+            assert whole / float(head[3]) == pytest.approx(float(more[1]), abs=0.01) and rows["the rest"] == 0
+        else:
+            assert whole == pytest.approx(float(head[3]), abs=0.02)
+        assert (shares.get("communication", 0) > 0) == (ranks > 1) and "mfu" not in stage
         total, each = (float(head[i].replace(",", "")) for i in (4, 5))
         assert total == pytest.approx(ranks * each, rel=0.01)
         assert re.search(r"the loader delivers [\d,]+ tok/s, [\d,.]+ times what its rank consumes", stage)
+
+
+@pytest.mark.parametrize("card, peak", [
+    ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989.4e12),
+    ("NVIDIA H100 NVL", 835.5e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4070", 0),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 0), ("NVIDIA GB200", 0)])
+def test_mfu_is_of_the_card(card, peak, monkeypatch):
+    """None for a part of a card, and for one that is not listed."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
+    assert bench.peak_flops(SimpleNamespace(on_gpu=True)) == peak
+    assert bench.peak_flops(SimpleNamespace(on_gpu=False)) == 0
 
 
 @pytest.mark.slow
@@ -142,7 +195,7 @@ def test_no_record_beats_the_roofline(settings, tokens, window, record):
     """And each is within four times of it: what it counts is most of what takes time."""
     cfg = train_gpt.load_config(settings)
     stage = next(stage for stage in cfg.stages() if stage.batch_tokens == tokens)
-    assert cfg.windows(stage, stage.row_tokens).get("long_window", 0) == window
+    assert bench.windows_of(cfg, stage).get("long_window", 0) == window
     parts = bench.roofline(cfg, 8, stage)
     assert record / 4 < 1e3 * sum(parts.values()) < record
 

@@ -9,39 +9,72 @@ from urllib.parse import unquote
 import pytest
 
 from helpers import ROOT
-from screens import CHROMIUM
-from show import board_page
+from records.show import board_chart, board_page, board_rows
 from test_watch import LINES, RESULT
+from tools.dev.screens import CHROMIUM
 
 RULER = "=" * 100
 HEAD = f"import torch\n{RULER}\npython 3.13.1 torch 2.13.0\nhardware: 1 ranks x 2 threads of X\n{RULER}\n"
 
 
-def add_run(tree, name, loss, lr, sample="return x"):
+def add_run(tree, name, loss, lr, sample="return x", beside=False, **changed):
+    """A run as the trainer leaves it; changed: of its result.json. beside: the sample is in samples.txt, not
+    in
+    the log, as since there is tools/run/show.py."""
+    said = f"sample 1: def »{sample}"
     folder = tree / name
     folder.mkdir(parents=True)
+    seed = changed.get("seed", 7)
+    scored = changed.pop("scored", "full")
+    val_loss = "val_loss" if scored == "full" else "val_loss_partial"
+    bpb = f" val_bpb:{loss / 2:.8f}" if scored == "full" else ""
     steps = [f"step:{step}/90 train_loss:{loss + 5 / step:.4f} train_time:{step * 100}ms step_avg:100.00ms "
              f"tok/s:4000 lr_factor:1.000 eta:1s" for step in (1, 2, 50, 90)]
-    lines = [HEAD + f"config preset=tiny\nconfig matrix_lr={lr}\nconfig seed=7", *steps,
-             f"step:90/90 val_loss:{loss:.4f} val_bpb:{loss / 2:.4f} train_time:9000ms step_avg:100.00ms",
-             f"final_model_exact val_loss:{loss:.8f} val_bpb:{loss / 2:.8f}",
-             f"sample 1: def »{sample}", "        train_time_ms  9000", ""]
+    lines = [HEAD + "data: embedded train tokens:9 in 1 shards, val tokens:1001",
+             f"eval settings: eval_tokens:{scored} eval_context:64 eval_stride:64 eval_window:full",
+             f"config preset=tiny\nconfig matrix_lr={lr}\nconfig seed={seed}", *steps,
+             f"step:90/90 {val_loss}:{loss:.4f}{bpb[:15]} train_time:9000ms step_avg:100.00ms",
+             f"final_model_exact {val_loss}:{loss:.8f}{bpb}",
+             "" if beside else said, "        train_time_ms  9000", ""]
+    if beside:
+        (folder / "samples.txt").write_text(said + "\n")
     (folder / "train.log").write_text("\n".join(lines))
-    result = RESULT | dict(run_id=name, steps=90, tokens=360_000, bytes_total=10_000 + len(name), seed=7,
-                           config=dict(preset="tiny", matrix_lr=lr, seed="7", num_layers="2"),
-                           overrides={"matrix_lr": ["0.03", lr]} if lr != "0.03" else {})
+    whole = scored == "full"
+    scores = dict(val_loss=loss, val_bpb=loss / 2) if whole else dict(val_loss=None, val_bpb=None)
+    scores |= dict(code_sha256="1" * 64, train_time_ms=9000)
+    result = RESULT | scores | dict(run_id=name, steps=90, tokens=360_000,
+                           bytes_total=10_000 + len(name), seed=seed,
+                           config=dict(preset="tiny", matrix_lr=lr, seed=str(seed), num_layers="2"),
+                           overrides={"matrix_lr": ["0.03", lr]} if lr != "0.03" else {}) | changed
     (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def add_record(tree, name, losses):
+    """A record's folder: a log and a result for each seed."""
+    home = tree / "track_tiny" / name
+    home.mkdir(parents=True)
+    (home / "submission.json").write_text("{}")
+    for seed, loss in enumerate(losses):
+        folder = add_run(tree / "scratch", f"{name}_{seed}", loss, "0.03", seed=seed)
+        end = f"_seed{seed}" if seed else ""
+        (folder / "train.log").rename(home / f"train{end}.log")
+        (folder / "result.json").rename(home / f"result{end}.json")
+    shutil.rmtree(tree / "scratch")
 
 
 @pytest.fixture
 def page(tool, tmp_path):
-    """(path, text) of a page of three runs, one with text that is no HTML."""
-    add_run(tmp_path / "a tree", "one", 2.5, "0.03")
-    add_run(tmp_path / "a tree", "two", 2.25, "0.02", sample="<script>alert(1)</script> & <b>")
-    add_run(tmp_path / "a tree", "three", 10.5, "0.03")
+    """(path, text) of a page of three runs, one with text that is no HTML, and two records."""
+    add_run(tmp_path / "a tree", "lr_run_one", 2.5, "0.03")
+    add_run(tmp_path / "a tree", "lr_run_two", 2.25, "0.02",
+            sample="<script>alert(1)</script> & <b>", beside=True)
+    add_run(tmp_path / "a tree", "lr_run_three", 10.5, "0.03")
+    add_record(tmp_path / "a tree", "2026-01-02_Better", [2.0, 2.1, 2.2])
+    add_record(tmp_path / "a tree", "2026-01-01_First", [3.0, 3.1])
     out = tmp_path / "board.html"
     code, said, err = tool("board", "--html", tmp_path / "a tree", "--out", out)
-    assert code == 0 and "3 runs" in said and not err
+    assert code == 0 and "8 runs" in said and not err
     return out, out.read_text(encoding="utf-8")
 
 
@@ -81,31 +114,122 @@ def test_what_stands_in_it(page):
     path, text = page
     reader = Reader(text)
     main, constants = reader.tables
-    assert [row[0].strip() for row in main] == ["run", "● two", "● one", "● three"]     # the best first
-    assert main[1][1:10] == ["tiny", "1.12500000", "2.2500", "", "9.0000", "90", "360,000", "10,003", "7"]
-    assert [row[1] for row in constants] == ["matrix_lr", "0.02", "0.03", "0.03"] and len(constants[0]) == 2
-    assert all((path.parent / link).is_file() for link in reader.links) and len(reader.links) == 6
+    assert main[0] == ["run", "val_bpb", "val_loss", "seconds", "steps", "tokens", "bytes", "seed", "files"]
+    # one's own first, the best of them first; then records with their runs, the best first
+    names = [row[0] for row in main[1:]]
+    logs = ["train.log", "train_seed1.log", "train_seed2.log"]
+    assert names == ["twomatrix_lr=0.02", "one", "three", "Betterrecord of 2026-01-02 3 runs", *logs,
+                     "Firstrecord of 2026-01-01 2 runs", *logs[:2]]
+    assert main[1][1:8] == ["1.12500000", "2.2500", "9.0000", "90", "360,000", "10,010", "7"]
+    assert main[4][1:8] == [
+        "1.05000000 ± 0.0500", "2.1000 ± 0.1000", "9.0000", "90", "360,000", "10,019", "n=3"]
+    assert constants == [
+        ["constant", "two", "one and 1 more", "Better"], ["matrix_lr", "0.02", "0.03", "0.03"]]
+    assert text.count("<tbody class=own>") == 3 and text.count("<tbody class=record>") == 2
+    assert text.count("<tr class=part hidden>") == 5
+    assert all(f"<{tag}>train_gpt: runs and records</{tag}>" in text for tag in ("h1", "title"))
+    assert "3 runs and 2 records; best run: val_bpb 1.12500000; record: val_bpb 1.05000000" in text
+    assert "<h2>tiny: all 1,000 val tokens of embedded</h2>" in text
+    assert "The same in all rows: preset tiny; hardware 1 ranks x 2 threads of X; torch 2.13.0." in text
+    # the chart and its legend come before the table
+    assert text.index("class=legend") < text.index("data-root-id") < text.index("<table class=runs>")
+    assert all((path.parent / link).is_file() for link in reader.links) and len(reader.links) == 6 + 2 * 7
     assert reader.loads == [] and "alert(1)" in text and "<script>alert" not in text
     assert "2.6000" not in text and '"loss"' in text        # the points are numbers of the plot
     assert path.stat().st_size < 4_000_000
 
 
-def test_another_script_has_another_colour(tmp_path):
-    for name, digest in (("one", "1"), ("two", "1"), ("three", "2")):
-        add_run(tmp_path, name, 2.5, "0.03")
-        path = tmp_path / name / "result.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"code_sha256": digest}))
-    groups = {row.name: row.group for row in board_page.rows_of([tmp_path], print)}
-    assert groups["one"] == groups["two"] != groups["three"]
+def test_scores_of_other_tokens_are_apart(tool, tmp_path):
+    """A run that scored a part of val has a section of its own, which says what its loss is; so has another
+    text."""
+    add_run(tmp_path / "logs", "whole", 2.5, "0.03")
+    add_run(tmp_path / "logs", "part", 1.5, "0.03", scored="500")
+    other = add_run(tmp_path / "logs", "other", 1.0, "0.03") / "train.log"
+    other.write_text(other.read_text().replace("val tokens:1001", "val tokens:2001"))
+    assert tool("board", "--html", tmp_path / "logs", "--out", tmp_path / "x.html")[0] == 0
+    text = (tmp_path / "x.html").read_text()
+    sections = text.split("<section>")[1:]
+    assert len(sections) == 3
+    assert "3 runs in 3 parts: only scores of the same tokens of the same text compare" in text
+    told = dict(re.search(r"<h2>(.*)</h2>(?s:.*)data-value=\"(\w+)\"", part.split("</b>")[0]).groups()
+                for part in sections)
+    assert told == {"tiny: all 1,000 val tokens of embedded": "whole",
+                    "tiny: the first 500 of 1,001 val tokens of embedded": "part",
+                    "tiny: all 2,000 val tokens of embedded": "other"}
+    part, = [part for part in sections if "the first 500" in part]
+    assert "val_loss_partial: the loss on the first 500 of 1,001 val tokens" in part
+    assert "val_loss_partial" in Reader(part).tables[0][0] and "val_bpb" not in Reader(part).tables[0][0]
+
+
+def test_names_tell_what_differs(tmp_path):
+    """Runs with names made up from a time stamp by what was asked for, others without what all share."""
+    stamp = "tiny_seed7_20260101_12000{}_000000"
+    add_run(tmp_path, stamp.format(1), 2.5, "0.03")
+    add_run(tmp_path, stamp.format(2), 2.4, "0.02")
+    add_run(tmp_path, stamp.format(3), 2.6, "0.02", seed=8)
+    add_run(tmp_path, "mlp_wide_relu_a", 2.1, "0.03")
+    add_run(tmp_path, "mlp_wide_gelu_a", 2.2, "0.02")
+    section, = board_rows.sections_of(board_rows.rows_of_paths([tmp_path], print))
+    named = [(item.name, item.note) for item in section.items]
+    assert named == [
+        ("relu", ""), ("gelu", "matrix_lr=0.02"), ("matrix_lr=0.02", stamp.format(2)),
+        ("the recipe as it is", stamp.format(1)), ("matrix_lr=0.02", stamp.format(3))]
+    several = dict(iterations=["0", "5"], compile=["1", "0"], num_layers=["2", "3"],
+                   key_offset=["1", "0"])
+    for number, rate in ((4, "0.02"), (5, "0.03")):     # what all share tells nothing
+        add_run(tmp_path / "more", stamp.format(number), 2.5, rate)
+        path = tmp_path / "more" / stamp.format(number) / "result.json"
+        told = json.loads(path.read_text())
+        path.write_text(json.dumps(told | {"overrides": told["overrides"] | several}))
+    more = board_rows.own_items(board_rows.rows_of_paths([tmp_path / "more"], print))
+    assert [item.name for item in more] == ["matrix_lr=0.02", "matrix_lr=0.03"]
+    alone = board_rows.own_items(board_rows.rows_of_paths([tmp_path / "more" / stamp.format(5)], print))
+    assert [item.name for item in alone] == ["iterations=5 compile=0 num_layers=3 and 1 more"]
+    shutil.rmtree(tmp_path / "more")
+    keys = [item.key for item in section.items]
+    # one colour for one script and setting, whatever its runs are called
+    assert keys[1] == keys[2] == keys[4] and keys[0] == keys[3] and len({*keys}) == 2
+    assert board_rows.group_name(["gelu_1", "gelu_2"]) == "gelu"
+    assert board_rows.group_name(["r1", "r2", "r3"]) == "r1 and 2 more"
+    assert board_rows.group_name(["matrix_lr=0.02", "matrix_lr=0.02"]) == "matrix_lr=0.02"
+    path = tmp_path / stamp.format(1) / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"code_sha256": "abcdef99"}))
+    section, = board_rows.sections_of(board_rows.rows_of_paths([tmp_path], print))
+    assert "script abcdef" in [item.name for item in section.items]
+
+
+def test_curves_are_smooth_and_records_grey(tmp_path):
+    add_run(tmp_path, "one", 2.5, "0.03")
+    add_record(tmp_path, "2026-01-02_Better", [2.0, 2.1, 2.2])
+    add_record(tmp_path, "2026-01-01_First", [3.0, 3.1])
+    for log in (tmp_path / "track_tiny").glob("*/*.log"):       # single batches, every other one far below
+        text = log.read_text()
+        loss = float(re.search(r"final_model_exact val_loss:(\S+)", text)[1])
+        steps = "".join([f"step:{step}/90 train_loss:{loss + step % 2 - 0.5:.4f} train_time:{step}00ms "
+                         "step_avg:1.00ms\n" for step in range(1, 91)])
+        log.write_text(re.sub(r"(step:\d+/90 train_loss.*\n)+", steps, text))
+    section, = board_rows.sections_of(board_rows.rows_of_paths([tmp_path], print))
+    own, better, first = section.items
+    assert board_chart.colors_of(section) == {own.key: board_chart.PALETTE[0], better.key: board_chart.BEST,
+                                              first.key: board_chart.GREY}
+    (split, curve), = board_chart.curves_of(better)
+    assert split == "train" and len(curve) <= board_chart.MOST_POINTS
+    assert all(abs(loss - 2.1) < 0.1 for _, loss in curve)
+    plot = board_chart.chart_of(section, 0)
+    assert [line.name for line in plot.renderers][-1] == f"0 {own.key}"         # above the records
+    # without runs of one's own, records have colours
+    alone = section._replace(items=[better, first])
+    assert {*board_chart.colors_of(alone).values()} == {*board_chart.PALETTE[:2]}
 
 
 def test_runs_and_records_of_this_repository(tool, tmp_path):
     assert tool("board", "--html", ROOT / "records", "--out", tmp_path / "board.html")[0] == 0
-    reader = Reader((tmp_path / "board.html").read_text())
-    scores = [re.findall(r"_exact val_loss:\S+ val_bpb:(\S+)", path.read_text())[-1]
-              for path in ROOT.glob("records/track_*/*/train*.log")]
-    _, best, *others = reader.tables[0]
-    assert len(others) == len(scores) - 1 and best[2] == min(scores, key=float)
+    text = (tmp_path / "board.html").read_text()
+    homes = [*ROOT.glob("records/track_tiny/*")]
+    assert text.count("<tbody class=record>") == len(homes) and text.count("<section>") == 1
+    rows = [row for row in Reader(text).tables[0][1:] if row[7].startswith("n=")]
+    means = [json.loads((home / "submission.json").read_text())["val_bpb_mean"] for home in homes]
+    assert [row[1].split()[0] for row in rows] == [f"{mean:.8f}" for mean in sorted(means)]
 
 
 def test_what_cannot_be_shown(tool, tmp_path, monkeypatch):
@@ -118,46 +242,72 @@ def test_what_cannot_be_shown(tool, tmp_path, monkeypatch):
     assert code == 2 and "give fewer" in err and not (tmp_path / "x.html").exists()
 
 
-def in_chromium(path, script, folder):
-    """The page's elements after the script has run in it."""
+def in_frames(path, script, folder, widths):
+    """{width: what the page says to the page around it, when its script has run in frames of these widths}"""
     probe = folder / "probe.html"
     probe.write_text(path.read_text(encoding="utf-8").replace("</body>", f"<script>{script}</script></body>"),
                      encoding="utf-8")
+    frames = "".join([f'<iframe id=w{width} src="{probe.as_uri()}" '
+                      f'style="border:0;width:{width}px;height:1500px"></iframe>' for width in widths])
+    outer = folder / "outer.html"
+    outer.write_text("""<script>window.onmessage = event => {
+        for (const frame of document.querySelectorAll("iframe"))
+            if (frame.contentWindow === event.source) frame.dataset.said = event.data;
+        };</script>""" + frames)
     done = subprocess.run(
-        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
-         "--host-resolver-rules=MAP * ~NOTFOUND", "--window-size=1280,1600", "--virtual-time-budget=10000",
-         "--dump-dom", probe.as_uri()], capture_output=True, text=True, timeout=120)
-    return done.stdout
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+         f"--user-data-dir={folder / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND",
+         "--window-size=1700,6000", "--virtual-time-budget=15000", "--dump-dom", outer.as_uri()],
+        capture_output=True, text=True, timeout=120)
+    said = re.findall(r'<iframe id="w(\d+)"[^>]* data-said="([^"]*)"', done.stdout)
+    return {int(width): json.loads(text.replace("&quot;", '"')) for width, text in said}
 
 
 SCRIPT = """
-window.onerror = message => document.body.dataset.error = message;
-const say = (name, value) => document.body.dataset[name] = JSON.stringify(value);
-const order = () => [...document.querySelectorAll("tbody")[0].rows].map(row => row.cells[0].innerText);
-const heads = [...document.querySelectorAll("th button")];
-heads[3].click(); say("up", order()); heads[3].click(); say("down", order());
+const found = {};
+window.onerror = message => { found.error = message; };
+const table = document.querySelector("table.runs"), own = () => [...table.tBodies].map(
+  body => body.querySelector("b").innerText);
+const heads = [...table.querySelectorAll("th button")];
+heads[2].click(); found.up = own(); heads[2].click(); found.down = own();
+const opener = document.querySelector(".open");
+const heights = () => [...opener.closest("tbody").querySelectorAll(".part")].map(row => row.offsetHeight);
+found.closed = heights(); opener.click(); found.open = heights();
 setTimeout(() => {
-  const plot = Bokeh.documents[0].roots()[0], tools = plot.toolbar.tools.map(tool => tool.type);
-  say("tools", tools); say("lines", plot.renderers.length);
+  const plot = Bokeh.documents[0].roots()[0];
+  found.tools = plot.toolbar.tools.map(tool => tool.type); found.lines = plot.renderers.length;
+  const legend = [...document.querySelectorAll(".legend button")]; legend[0].click();
+  found.hidden = plot.renderers.filter(line => !line.visible).length;
   const view = Bokeh.index.get_one(plot), box = view.el.getBoundingClientRect();
-  say("size", [box.width, box.height]);
+  found.size = [box.width, box.height]; found.above = box.bottom <= table.getBoundingClientRect().top;
+  const page = document.documentElement; found.page = [page.scrollWidth, page.clientWidth];
+  found.right = Math.max(...[...document.querySelectorAll("td, th, .legend button")].map(
+    part => part.getBoundingClientRect().right));
   const before = plot.x_range.end;
   const canvas = view.canvas_view.events_el, at = canvas.getBoundingClientRect();
   canvas.dispatchEvent(new WheelEvent("wheel", {deltaY: -500, bubbles: true, cancelable: true,
-    clientX: at.left + 500, clientY: at.top + 200}));
-  setTimeout(() => say("zoomed", plot.x_range.end < before), 1000);
+    clientX: at.left + at.width / 2, clientY: at.top + 200}));
+  setTimeout(() => {
+    found.zoomed = plot.x_range.end < before; parent.postMessage(JSON.stringify(found), "*");
+  }, 1000);
 }, 3000);
 """
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium")
 def test_in_a_browser(page, tmp_path):
-    dom = in_chromium(page[0], SCRIPT, tmp_path)
-    found = {name: json.loads(value.replace("&quot;", '"'))
-             for name, value in re.findall(r'data-(up|down|tools|lines|size|zoomed)="([^"]*)"', dom)}
-    assert "data-error" not in dom, re.search(r'data-error="[^"]*"', dom)
-    assert [name.strip("● ") for name in found["up"]] == ["two", "one", "three"], found
-    assert [name.strip("● ") for name in found["down"]] == ["three", "one", "two"]
-    assert {"HoverTool", "WheelZoomTool", "BoxZoomTool"} <= {*found["tools"]} and found["lines"] == 9
-    assert found["size"][0] > 900 and found["size"][1] > 500
-    assert found["zoomed"] is True
+    """Sorts, opens, hides, zooms, and fits the width of a laptop, of a screen and of a phone."""
+    widths = (390, 1366, 1600)
+    said = in_frames(page[0], SCRIPT, tmp_path, widths)
+    assert {*said} == {*widths}
+    for width, found in said.items():
+        assert "error" not in found, found["error"]
+        assert found["up"] == ["Better", "two", "one", "First", "three"], found
+        assert found["down"] == ["three", "First", "one", "two", "Better"]
+        assert found["closed"] == [0, 0] and min(found["open"]) > 10
+        assert {"HoverTool", "WheelZoomTool", "BoxZoomTool"} <= {*found["tools"]}
+        assert found["lines"] == 3 * 2 + 2 * 2 and found["hidden"] == 2
+        content, view = found["page"]       # less than the width by that of a scroll bar
+        assert content <= view and width - 20 <= view <= width and found["right"] <= view
+        assert found["size"][0] > width - 170 and found["size"][1] > 400 and found["above"]
+        assert found["zoomed"] is True

@@ -9,11 +9,11 @@ import pytest
 
 import train_gpt
 from helpers import ROOT, SCRIPT, look
-from judge import calibration, tries
-from judge.calibration import (
+from records.judge import calibration, tries
+from records.judge.calibration import (
     LIST, Known, Public, agreement, edited, flags_at, gains_of, kept_names, report, report_whole_list,
     spread_of)
-from proxy import expand_proxy
+from tools.run.proxy import expand_proxy
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +159,7 @@ def test_runs_are_trained_once_and_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tries, "run_or_read", fake)
     monkeypatch.setattr(calibration, "RUNS", tmp_path / "runs.tsv")
-    import record
+    from records import record
     words = ["calibrate", "--widths", "32", "--texts", "a", "--seeds", "1", "--workers", "1"]
     some = 1 + len(LIST) - len(kept_names())
     assert record.main(words) != 0

@@ -1,9 +1,8 @@
 """Honest clocks and scores, on a simulated clock: what counts as train_time, the cap, the host ahead of a
 GPU, which text trains. No test here depends on how fast the machine is."""
 import gc
-import json
+import math
 import re
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import TOY, tokens_of, toy_of, write_dataset, write_shard
+from helpers import TOY, fake_run, toy_of, write_shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -21,14 +20,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEP = 0.125
 PAUSE = 16.0
 SIX = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1")
-CAPPED = TOY | dict(ITERATIONS="100000", TRAIN_BATCH_TOKENS="128", VAL_TOKENS="500", SAMPLE_TOKENS="0")
+CAPPED = TOY | dict(ITERATIONS="100000", TRAIN_BATCH_TOKENS="128", VAL_TOKENS="500")
 
 
 @pytest.fixture
 def paced(clock, monkeypatch):
     """paced(seconds): the simulated clock, on which training steps take so long: a number or a function."""
     def paced(seconds=STEP):
-        monkeypatch.setattr(train_gpt, "train_step", clock.passes(train_gpt.train_step, seconds))
+        def in_training(*args):
+            if clock.run is None:       # a step of the warmup
+                return 0
+            return seconds(*args) if callable(seconds) else seconds
+
+        monkeypatch.setattr(train_gpt, "train_step", clock.passes(train_gpt.train_step, in_training))
         return clock
     return paced
 
@@ -39,7 +43,7 @@ def interrupted(paced):
     def seconds(loss_fn, optimizer, *_):
         if optimizer.step_count + 1 == interrupted.step:
             interrupted.step = 0
-            interrupted.clock.run.saver.on_signal()
+            interrupted.clock.run.stop = True
         return STEP
 
     interrupted = SimpleNamespace(clock=paced(seconds), step=0)
@@ -79,25 +83,26 @@ COUNTED = {
     "the count of n-grams": (train_gpt.NgramCounts, "count", ever, {}),
     "first values from the text": (train_gpt, "factorize_bigrams", ever, {}),
     "the batch": (train_gpt.Loader, "next", ever, {}),
-    "forward and backward": (train_gpt.TinyModel, "forward", nth(3), {}),     # after the rehearsal
-    "the optimizer": (train_gpt.Optimizer, "step", ever, dict(WARMUP_STEPS="0")),
+    "forward and backward": (train_gpt.TinyModel, "forward", nth(3), {}),     # after the warmup
+    "the optimizer": (train_gpt.Optimizer, "step", nth(3), {}),
     "the schedules": (train_gpt.Tiny, "schedule", lambda _, step, __: step == 2, {}),
     "the log": (train_gpt.Log, "__call__", lambda _, *lines, **__: " ".join(lines).startswith("step:2/"), {}),
-    # of the first stage: once in the rehearsal, never in evaluation
+    # of the first stage: once in the warmup, never in evaluation
     "the context": (train_gpt.TinyModel, "training_context",
                     nth(2, lambda _, T, device, dtype, stage: stage.window == 32),
                     dict(WINDOW_SCHEDULE="32,16")),
-    "the copy for a checkpoint": (train_gpt.Saver, "save", ever, dict(SAVE_EVERY="3")),
-    "whether a checkpoint is due": (train_gpt.Saver, "due", lambda _, step, *__: step == 2, {}),
+    "whether a checkpoint is due": (train_gpt, "save_is_due", lambda run, *_: run.state.step == 2, {}),
 }
 NOT_COUNTED = {
     "validation": (train_gpt, "evaluate", ever, dict(VAL_LOSS_EVERY="3")),
     "the last validation": (train_gpt, "evaluate", ever, {}),
-    "samples": (train_gpt, "lab", lambda hook, *_: hook == "show", dict(SAMPLE_EVERY="2")),
     "a part of val": (train_gpt, "score_part", ever, dict(VAL_PART_EVERY="2")),
     "CORE": (train_gpt, "core_metric", ever, dict(CORE_METRIC_EVERY="2")),
-    "rehearsal": (train_gpt, "rehearse", ever, {}),
-    "the artifact": (train_gpt, "write_model", ever, {}),
+    "a checkpoint": (train_gpt, "save_checkpoint", ever, dict(SAVE_EVERY="3")),
+    "the checkpoint of the end": (train_gpt, "save_checkpoint", ever, dict(SAVE_EVERY="6")),
+    "final_model.pt": (train_gpt, "save_weights", ever, {}),
+    "warmup": (train_gpt, "warm_up", ever, {}),
+    "the artifact": (train_gpt, "write_and_read_back", ever, {}),
 }
 
 
@@ -142,45 +147,23 @@ def test_a_part_of_val_comes_from_all_of_it(monkeypatch, stride, firsts, loss):
     scored = []
     said = []
 
-    def score_share(nats, rows, *_, compiled):
+    def plain_nats(model, cfg, tokens, team, rows):
+        nats = np.zeros(len(tokens))
         scored.extend(rows)
         for _, first, last in rows:
             nats[first:last + 1] = 2 + (first > 10_000)
+        return nats
 
     def say(line, **event):
         said.append(line)
         assert line == "val_part step:{step} val_loss:{val_loss:.4f}".format(**event)
 
-    monkeypatch.setattr(train_gpt, "score_share", score_share)
+    monkeypatch.setattr(train_gpt, "plain_nats", plain_nats)
     cfg = train_gpt.preset_config("tiny", dict(train_seq_len=512, val_part=2048, eval_stride=stride))
     data = SimpleNamespace(val=np.zeros(40 * 512 + 1, np.uint16))
     train_gpt.score_part(None, cfg, data, SimpleNamespace(on_gpu=False), say, 50)
     assert [first for _, first, _ in scored] == firsts
     assert said == [f"val_part step:50 val_loss:{loss}"]
-
-
-def test_training_goes_on_while_a_checkpoint_is_written(train, monkeypatch):
-    """The writer of step 2's waits for the fourth step: it would wait in vain if training waited for it."""
-    later = threading.Event()
-    write = train_gpt.write_checkpoint
-    step = train_gpt.train_step
-    heard = []
-    steps = []
-
-    def write_checkpoint(*args):
-        heard.append(later.wait(60))
-        write(*args)
-
-    def train_step(*args):
-        steps.append(1)
-        if len(steps) == 4:
-            later.set()
-        return step(*args)
-
-    monkeypatch.setattr(train_gpt, "write_checkpoint", write_checkpoint)
-    monkeypatch.setattr(train_gpt, "train_step", train_step)
-    done = train(SIX, SAVE_EVERY="2", ITERATIONS="5")
-    assert done.code == 0 and heard == [True, True, True], "of the steps 2, 4 and 5"
 
 
 def test_a_clock_that_is_set_means_nothing(train, monkeypatch):
@@ -212,19 +195,24 @@ def test_a_run_ends_before_its_cap(train, paced):
     assert done.result["step_ms"] == dict(p50=125, p95=125, max=125)
 
 
-@pytest.mark.parametrize("copy, save_every, steps, seconds", [
-    (0.0, 0, 23, 2.875),        # without copies
-    (0.25, 8, 19, 2.875),       # two of them, which are pauses so far
-    (0.25, 5, 16, 2.75),        # three of them, and one more is reckoned with
-    (0.375, 20, 20, 2.875),     # one, which leaves no time for a step
-    (0.125, 1, 11, 2.75)])      # after each step
-def test_a_cap_counts_the_copies_of_checkpoints(copy, save_every, steps, seconds, train, paced, monkeypatch):
-    """... and a step for which they leave no time is not made."""
+@pytest.mark.parametrize("save_every", [0, 1, 5, 23])
+def test_checkpoints_take_no_time_of_the_cap(save_every, train, paced, monkeypatch):
+    """Nor do they count as slow steps, after which fewer would seem to fit."""
     clock = paced()
-    monkeypatch.setattr(train_gpt.Saver, "save", clock.passes(train_gpt.Saver.save, copy))
+    monkeypatch.setattr(train_gpt, "save_checkpoint", clock.passes(train_gpt.save_checkpoint, 0.375))
     done = train(CAPPED, MAX_WALLCLOCK_SECONDS="3", SAVE_EVERY=str(save_every))
     assert done.code == 0, done.err
-    assert (done.result["steps"], done.result["train_time_ms"]) == (steps, 1e3 * seconds)
+    assert (done.result["steps"], done.result["train_time_ms"]) == (23, 2875)
+
+
+def test_the_epochs_end_a_capped_run(train, paced):
+    """Before a step that would read past them, whatever time is left."""
+    paced()
+    done = train(CAPPED, MAX_WALLCLOCK_SECONDS="3000", MAX_EPOCHS="1", TRAIN_BATCH_TOKENS="8192")
+    assert done.code == 0 and done.result["stop_reason"] == "max_epochs", done.err
+
+    assert done.result["tokens"] == 14 * 8192
+    assert f"stopping_early: max_epochs train_time:{14 * 125}ms step:14/100000" in done.out
 
 
 def test_a_capped_run_goes_on_from_its_clock(train, interrupted, monkeypatch):
@@ -260,49 +248,46 @@ def test_mean_loss_goes_on_in_a_resumed_run(train, interrupted):
 
 
 def test_the_garbage_collector_is_off_on_the_clock(train, monkeypatch):
-    """It runs at validations, and as before once training is over or has failed."""
+    """It runs at validations, and as before once training is over."""
     step = train_gpt.train_step
     when = []
 
     def train_step(*args):
-        when.append(gc.isenabled() or not gc.get_freeze_count())
-        if fails and len(when) > fails:
-            raise train_gpt.Refused("no more")
+        when.append(gc.isenabled())
         return step(*args)
 
     monkeypatch.setattr(train_gpt, "train_step", train_step)
-    for fails, code in ((0, 0), (3, 1)):
-        when.clear()
-        assert train(SIX).code == code
-        assert len(when) > 3 and not any(when) and gc.isenabled() and not gc.get_freeze_count()
+    assert train(SIX).code == 0
+    assert when == [True, True] + [False] * 6 and gc.isenabled()    # two steps of the warmup
 
 
 @pytest.mark.parametrize("settings", [
-    dict(VAL_LOSS_EVERY="3"), dict(VAL_PART_EVERY="3"), dict(SAMPLE_EVERY="3")])
+    dict(VAL_LOSS_EVERY="3"), dict(VAL_PART_EVERY="3"), dict(SAVE_EVERY="3")])
 def test_garbage_is_collected_in_every_pause(settings, train, monkeypatch):
-    """After a validation, a part of val and samples, in the middle of the run."""
+    """After a validation, a part of val and a checkpoint, in the middle of the run."""
     step = train_gpt.train_step
     collect = gc.collect
     made = []
     collected = []
     monkeypatch.setattr(train_gpt, "train_step", lambda *args: made.append(1) or step(*args))
     monkeypatch.setattr(gc, "collect", lambda *args: collected.append(len(made)) or collect(*args))
-    assert train(SIX, **settings).code == 0 and 3 in collected
+    middle = 2 + 3      # the warmup has two steps
+    assert train(SIX, **settings).code == 0 and middle in collected
     collected.clear()
     made.clear()
-    assert train(SIX).code == 0 and 0 in collected and 3 not in collected     # before the clock, too
+    assert train(SIX).code == 0 and 2 in collected and middle not in collected     # before the clock, too
 
 
 def test_checkpoints_by_the_clock(train, paced, monkeypatch):
     """After each second of training, which is eight steps, and at the end."""
-    write = train_gpt.write_checkpoint
+    save = train_gpt.save_checkpoint
     written = []
 
-    def write_checkpoint(folder, payload):
-        written.append(payload["progress"]["step"])
-        write(folder, payload)
+    def save_checkpoint(run):
+        written.append(run.state.step)
+        save(run)
 
-    monkeypatch.setattr(train_gpt, "write_checkpoint", write_checkpoint)
+    monkeypatch.setattr(train_gpt, "save_checkpoint", save_checkpoint)
     paced()
     assert train(TOY, ITERATIONS="20", SAVE_EVERY_SECONDS="1").code == 0
     assert written == [8, 16, 20]
@@ -315,7 +300,6 @@ class Device:
     rank = 0
     world_size = 1
     dtype = torch.float32
-    group = None
     device = torch.device("cpu")
 
     def __init__(self, seconds, on_gpu=True, skew=0.0):
@@ -325,8 +309,9 @@ class Device:
         self.clock = self.free = 0.0
         self.steps = 0
         self.waits = []
+        self.agreements = 0
 
-    def counter(self):
+    def perf_counter(self):
         return self.clock + self.skew
 
     def share(self, value):
@@ -366,40 +351,31 @@ def run_on(device, monkeypatch, others=None, preset="tiny", save=None, **setting
         seen.append((step, progress, now.lr))
         return now
 
-    def all_reduce(tensor, op="SUM", group=None):
+    def all_reduce(tensor, op="SUM"):
         if op == "MAX":     # the time
+            device.agreements += 1
             tensor[0] = others(tensor[0].item()) if others else tensor[0]
         else:
             device.wait()       # the loss is read
         return tensor
 
-    saved = []
-
-    def due(step, seconds, stop, done):
-        return bool(save and done and not saved)
-
-    def save_last(state):
-        saved.append(state.step)
-        save()
-
-    saver = SimpleNamespace(signals=0, due=due, save=save_last)
-    loader = SimpleNamespace(next=lambda tokens, *_: 2 * (torch.empty(tokens // 64, 64),))
-    run = train_gpt.Run(cfg, cfg, device, train_gpt.Log(lead=False), saver, "", loader=loader, micro=1,
-                        model=SimpleNamespace(
-                            candidates=lambda *_: [], build=lambda *_: False,
-                            training_context=lambda *_: None, update_context=lambda *_: None),
-                        optimizer=SimpleNamespace(end=lambda: None))
-    state = train_gpt.TrainState()
+    loader = SimpleNamespace(next=lambda tokens, *_: 2 * (torch.empty(tokens // 64, 64),),
+                             most_tokens=math.inf)
+    model = SimpleNamespace(candidates=lambda *_: [], build=lambda *_: False,
+                            training_context=lambda *_: None, update_context=lambda *_: None)
+    run = fake_run(cfg, model, team=device, log=train_gpt.Log(lead=False), micro=1)
+    run.loader = loader
     with monkeypatch.context() as patch:
         patch.setattr(type(cfg), "schedule", noted)
         for name, fake in dict(
-                train_step=device.train_step, all_reduce=all_reduce,
+                train_step=device.train_step, all_reduce=all_reduce, time=device,
                 evaluate=lambda *_: train_gpt.Score(1.0, 1.0, 1.0), score_part=lambda *_, **__: {},
-                hardware=lambda _: "").items():
+                save_is_due=lambda run, done, stop: bool(save and done),
+                save_checkpoint=lambda run: save(), save_weights=lambda run: None).items():
             patch.setattr(train_gpt, name, fake)
         patch.setattr(torch.cuda, "current_stream", lambda: device)
-        score, reason = train_gpt.train(run, state, device.counter)
-        return train_gpt.training_report(run, state, score, reason), seen
+        train_gpt.train(run)
+        return run.report, seen
 
 
 def test_ranks_with_unequal_devices_decide_alike(monkeypatch):
@@ -407,18 +383,20 @@ def test_ranks_with_unequal_devices_decide_alike(monkeypatch):
     told = []
     agreed = None
 
-    def all_reduce(mine, op, group):
+    def all_reduce(mine, op):
         told.append(mine.tolist())
         return torch.tensor(agreed or told[-1], dtype=torch.float64)
 
     def decided(pending):
-        state = train_gpt.TrainState(5996, 0, 599.1, laps=[(0.1, 1)] * 100)
-        team = SimpleNamespace(on_gpu=True, group=None)
-        clock = train_gpt.Clock(SimpleNamespace(max_wallclock_seconds=600.0), team, state, lambda: 0.0)
-        clock.start(599.5 - 0.001 * pending)
+        state = train_gpt.TrainState(5996, 0, 599.1)
+        cfg = SimpleNamespace(max_wallclock_seconds=600.0)
+        clock = train_gpt.Clock(cfg, SimpleNamespace(on_gpu=True), state)
+        clock.laps += [0.1] * 100
+        clock.began = -599.5 + 0.001 * pending
         clock.under_way = [SimpleNamespace(query=lambda: False)] * pending
-        return clock.agree(6000, False, 0), clock.at, clock.laps, clock.is_over(6000)
+        return clock.agree(6000, False, False), clock.at, clock.laps, clock.is_over(6000)
 
+    monkeypatch.setattr(train_gpt, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     monkeypatch.setattr(train_gpt, "all_reduce", all_reduce)
     alone = [decided(pending) for pending in (0, 3)]
     assert alone[0] != alone[1]
@@ -460,7 +438,30 @@ def test_the_cap_holds(pattern, on_gpu, monkeypatch):
     left = 60 - report["train_time_ms"] / 1e3
     slow = report["step_ms"]["max"] / 1e3
     assert 0 <= left < (4 * slow + 0.3 if on_gpu else 2 * slow), left
-    assert seen[-1][1] > 0.7 and report["steps"] == len(seen)
+    behind = 7 * slow / 60 if on_gpu else 0     # steps since the ranks agreed on the time
+    assert seen[-1][1] > 0.7 - behind and report["steps"] == len(seen)
+
+
+@pytest.mark.parametrize("slow", range(1, 10))
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_slow_step_among_ten_ends_no_run_early(slow, on_gpu, monkeypatch):
+    """Of some ten steps one takes three times as long; the others are what the rest of the time is reckoned
+    with, one at a time or on a GPU four."""
+    device = Device(lambda step, _: 0.3 if step == slow else 0.1, on_gpu)
+    report, _ = run_on(device, monkeypatch, max_wallclock_seconds=1.65, iterations=10**6)
+    left = 1.65 - report["train_time_ms"] / 1e3
+    assert 0 <= left < (0.4 if on_gpu else 0.1), report
+
+
+@pytest.mark.parametrize("cap, steps, most", [(60.0, 500, 160), (0.0, 400, 115)])
+def test_ranks_with_gpus_agree_at_every_fourth_step(cap, steps, most, monkeypatch):
+    """... and after a log line, each of which the host waits for anyway: the first ten steps have one."""
+    device = Device(lambda *_: 0.1)
+    report, _ = run_on(device, monkeypatch, max_wallclock_seconds=cap, iterations=steps)
+    assert report["steps"] == steps and steps / 4 <= device.agreements <= most
+    cpu = Device(lambda *_: 0.1, on_gpu=False)
+    run_on(cpu, monkeypatch, max_wallclock_seconds=cap, iterations=steps)
+    assert cpu.agreements == steps + 1
 
 
 PAUSES = [{1: 6.0}, {2: 6.0}, {7: 3.0}, {12: 2.0}, {2: 4.0, 3: 4.0}, {2: 5.0, 9: 2.0}]    # step: seconds
@@ -477,7 +478,9 @@ def test_an_early_pause_ends_no_run_early(pauses, on_gpu, monkeypatch):
     report, _ = run_on(Device(seconds, on_gpu), monkeypatch, max_wallclock_seconds=20.0, iterations=10**6,
                        batch_schedule=(1, 2))
     left = 20 - report["train_time_ms"] / 1e3
-    assert 0 <= left < (4 * 0.7 + 0.3 if on_gpu else 2 * 0.7), left
+    # a GPU's laps are four steps; a run of thirty has three of the second stage only when it is over
+    least = -0.35 if on_gpu and 12 in pauses else 0
+    assert least <= left < (4 * 0.7 + 0.3 if on_gpu else 2 * 0.7), left
 
 
 @pytest.mark.parametrize("every", [2, 3, 5, 7])
@@ -573,13 +576,14 @@ def test_ranks_follow_what_they_agreed_on(on_gpu, monkeypatch):
     assert ranks[0] == ranks[1] and len(ranks[0]) > 150
     steps, progress, _ = zip(*ranks[0])
     assert [*steps] == [*range(len(steps))] and min(np.diff(progress)) > -0.5 / len(steps)
-    assert all(abs(part - 0.1 * step / 20) < 1.5 * 0.1 / 20 for step, part, _ in ranks[0])
+    behind = 8 if on_gpu else 1.5       # steps; a GPU's ranks agree at every fourth, with three under way
+    assert all(abs(part - 0.1 * step / 20) < behind * 0.1 / 20 for step, part, _ in ranks[0])
 
 
 # -------------------------------------------------------------------------------- honest text
 def test_validation_text_never_reaches_the_optimizer(train, tmp_path, monkeypatch):
-    """Train and val share no token: what gradients are taken of, after the rehearsal's made-up tokens that
-    are undone, has none of val's; and each update follows its own micro-steps."""
+    """Train and val share no token: what gradients are taken of, after the warmup's dummy tokens that are
+    undone, has none of val's; and each update follows its own micro-steps."""
     rng = np.random.default_rng(0)
     write_shard(tmp_path / "x_train_000000.bin", rng.integers(0, 100, 20_000))
     write_shard(tmp_path / "x_val_000000.bin", rng.integers(100, 200, 3_000))
@@ -611,35 +615,13 @@ def test_validation_text_never_reaches_the_optimizer(train, tmp_path, monkeypatc
     done = train(TOY, DATA_PATH=str(tmp_path), VOCAB_SIZE="200", VAL_TOKENS="0", ITERATIONS="8",
                  VAL_LOSS_EVERY="2", WARMUP_STEPS="2", SAVE_EVERY="3", DEVICE_BATCH_SIZE="8")
     assert done.code == 0, done.err
-    rehearsed = 2
+    warmup = 2
     steps = 8
     micro_steps = 2
-    assert len(seen) == rehearsed + steps * micro_steps
-    assert all(batch.max() < 100 for batch in seen[rehearsed:])
-    assert optimized == [1, 2, *range(4, 19, 2)]
+    assert len(seen) == (warmup + steps) * micro_steps
+    assert all(batch.max() < 100 for batch in seen[warmup * micro_steps:])
+    assert optimized == [*range(2, 21, 2)]
     assert scored and all(((tokens >= 100) | (tokens == 0)).all() for tokens in scored), "0 fills rows up"
-
-
-@pytest.mark.parametrize("both", [0, 1, 3])
-def test_documents_in_train_and_val_are_refused(both, train, tiny_data, tmp_path):
-    """By the hashes beside the manifest, where there are any."""
-    cfg = train_gpt.load_config(TOY | {"DATA_PATH": str(tiny_data / TOY["DATA_PATH"])})
-    sp = train_gpt.open_data(cfg).tokenizer
-    texts = ["def one(): return 1\n" * 400, "x = [1, 2]\n" * 300]
-    model = (tiny_data / "data/tokenizers/toy.model").read_bytes()
-    train_tokens = tokens_of(sp, texts * 4)
-    val_tokens = tokens_of(sp, texts)
-    val_bytes = sum(len(text.encode()) for text in texts)
-    folder = write_dataset(tmp_path, "toy", model, [train_tokens], val_tokens, val_bytes)
-    val_hashes = np.arange(4)
-    train_hashes = np.arange(4 - both, 40)
-    np.concatenate([val_hashes, train_hashes]).astype("<u8").tofile(folder / "document_hashes.bin")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["document_hashes"] = dict(path="document_hashes.bin", val=4, train=len(train_hashes))
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    done = train(TOY, DATA_PATH=str(folder), VAL_TOKENS="0", ITERATIONS="2")
-    assert done.code == (2 if both else 0), done.err
-    assert not both or f"{both} documents of toy are in train and in val" in done.err
 
 
 def anonymous_memory():

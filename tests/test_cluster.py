@@ -14,8 +14,8 @@ import yaml
 import fork_server
 from helpers import ROOT, TOY, look, run_cli
 
-SETTINGS = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1", SAMPLE_TOKENS="0", COUNT_ORDERS="0",
-                      COUNT_WORDS="0", PICTURE="0", OMP_NUM_THREADS="1")
+SETTINGS = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1", COUNT_ORDERS="0",
+                      COUNT_WORDS="0", OMP_NUM_THREADS="1")
 # A host is this machine; options before it are left out
 SSH = '#!/bin/bash\nwhile [ "${1#-}" != "$1" ]; do shift; done\nshift\nexec bash -c "$*"\n'
 SRUN = """#!/bin/bash
@@ -69,7 +69,8 @@ def checkout(tiny_data, tmp_path):
     (home / ".venv/bin").mkdir(parents=True)
     (home / "docs").mkdir()
     (home / "data").symlink_to(tiny_data / "data")
-    (home / "train_gpt.py").symlink_to(ROOT / "train_gpt.py")
+    for name in ("train_gpt.py", "tools", "records"):
+        (home / name).symlink_to(ROOT / name)
     (home / "docs/cluster").symlink_to(ROOT / "docs/cluster")
     program(home / ".venv/bin/python", f'#!/bin/sh\nexec "{fork_server.start()}" "$@"\n')
     (tmp_path / "bin").mkdir()
@@ -103,6 +104,7 @@ def test_two_nodes_train_as_one(checkout, alone, name):
     env |= SETTINGS | more | {"PATH": f"{checkout.parent}/bin:{os.environ['PATH']}"}
     done = subprocess.run(words, cwd=checkout, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("limits: at most 6 steps") == 2        # each node has a plan
     run = look(checkout / "logs/nodes")
     assert "world_size:2" in run.log and run.result["world_size"] == 2
     assert losses_agree(run.losses, alone)
@@ -152,5 +154,7 @@ def test_ssh_says_that_a_node_failed(checkout):
     words = [checkout / "docs/cluster/ssh.sh", "host1 host2", "--preset=golf"]
     assert subprocess.run(words, env=env, timeout=60).returncode == 1
     assert subprocess.run([*words[:1], "host1"], env=env, timeout=60).returncode == 0
+    program(checkout.parent / "bin/ssh", "#!/bin/sh\n[ \"$2\" = host2 ] || exec sleep 300\nexit 2\n")
+    assert subprocess.run(words, env=env, timeout=60).returncode == 1       # host1 does not wait for it
     shown = subprocess.run(words[:1], env=env, capture_output=True, text=True, timeout=60)
     assert shown.returncode == 2 and 'docs/cluster/ssh.sh "host1 host2"' in shown.stdout

@@ -42,7 +42,8 @@ INSTEAD = [
     (r"VOCAB_SIZE=1024 ", "VOCAB_SIZE=512 "), (r"data/datasets/embedded", "data/datasets/toy"),
     (r"--depth=4", "--depth=1"), (r"NUM_ITERATIONS=120", "NUM_ITERATIONS=2"),
     # a game's own shapes do not fit the toy data: its plan
-    (r"(train_gpt\.py --preset=\w+|run\.sh (?:golf|speedrun|gpt2(?! --depth))\b.*)$", r"\1 --dry-run"),
+    (r"(run\.sh (?:golf|speedrun|gpt2(?! --depth))\b.*)$", r"\1 --dry-run"),
+    (r"torchrun .* train_gpt\.py --preset=(\w+)$", r"python -m tools.run.preflight --preset=\1 --dry-run"),
     (r"run\.sh test\b(.*)", r"run.sh test\1 --collect-only tests/test_gpu.py"),
     (r"run\.sh static .*", "run.sh static --help"),
     (r"run\.sh gpu-report.*", "run.sh gpu-report --help"), (r"run\.sh bench .*", "run.sh bench --help")]
@@ -138,9 +139,10 @@ def test_the_commands_of_a_page(home, commands):
         # A resumed run has its constants from the checkpoint, a plan those of its game
         settings = SMALL
         if command.startswith("./run.sh gpt2 --depth"):     # without what tiny alone has
-            own = train_gpt.fields_of(train_gpt.RECIPES["gpt2"])
+            own = constants_of(train_gpt.RECIPES["gpt2"])
+            tiny = constants_of(train_gpt.RECIPES["tiny"])
             settings = {name: text for name, text in SMALL.items()
-                        if name.lower() in own or name.lower() not in train_gpt.KNOWN}
+                        if name.lower() in own or name.lower() not in tiny}
         if "RESUME" in command or "--dry-run" in command:
             settings = {"OMP_NUM_THREADS": "1", "DEVICE": "cpu"}
         done = run(home, command, settings)
@@ -238,10 +240,17 @@ def test_forms_and_workflow_of_github():
         assert name != "gpu" or fields["json"] == ("textarea", "gpu_report.json")
 
 
+def constants_of(recipe):
+    """{name, also the second one of a constant: its field} of a recipe."""
+    own = {field.name: field for field in train_gpt.fields(recipe)}
+    return own | {alias: own[name] for name, alias in recipe.aliases.items()}
+
+
 def takes(recipe, name, text):
     """Is it a value that the recipe's constant may have?"""
+    field = constants_of(recipe)[name]
     try:
-        train_gpt.check_ranges(replace(recipe(), **{name: train_gpt.parse_value(name, text)}))
+        train_gpt.check_ranges(replace(recipe(), **{field.name: train_gpt.parse_value(field, text)}))
     except train_gpt.Refused:
         return False
     return True
@@ -254,14 +263,14 @@ def test_constants_that_a_page_names_take_the_values_it_gives(page):
     found = re.findall(r"\b([A-Z][A-Z0-9_]+)=([^\s`'\"|)$<]+)", text)
     found += [(name.upper().replace("-", "_"), value)
               for name, value in re.findall(r"--([a-z][a-z-]+)=([^\s`'\"|)$<]+)", text)]
-    known = [(train_gpt.NAMES[name], value.strip(",.:;")) for name, value in found if name in train_gpt.NAMES]
+    recipes = train_gpt.RECIPES.values()
+    known = 0
+    for name, value in found:
+        owners = [recipe for recipe in recipes if name.lower() in constants_of(recipe)]
+        known += bool(owners)
+        taken = [takes(recipe, name.lower(), value.strip(",.:;")) for recipe in owners]
+        assert any(taken) or not owners, f"{name}={value}"
     assert known or page in ("docs/first_hour.md", "records/README.md")
-    for name, value in known:
-        owners = [recipe for recipe in train_gpt.RECIPES.values() if name in train_gpt.fields_of(recipe)]
-        if not owners:      # the public script of a game has it
-            assert any(name in recipe.unused for recipe in train_gpt.RECIPES.values()), name
-        else:
-            assert any(takes(recipe, name, value) for recipe in owners), f"{name}={value}"
 
 
 def test_every_block_of_commands_runs():

@@ -21,16 +21,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
-import download
 import huggingface_hub
+from data import inputs
 import numpy as np
-import prepare
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 
 import train_gpt
+from data import download, prepare
 from helpers import train_tokenizer
 from test_prepare import make_texts, read_documents
 
@@ -446,9 +446,9 @@ def test_commands_of_their_own(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"HF_ENDPOINT": "http://[::1"},
                           capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: HF_ENDPOINT")
-    code = (f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); sys.argv += ['--bogus']\n"
-            "import download; assert not {'huggingface_hub', 'numpy'} & set(sys.modules)\n"
-            "import prepare; assert 'pyarrow' not in sys.modules")
+    code = (f"import sys; sys.path.insert(0, {str(download.ROOT)!r}); sys.argv += ['--bogus']\n"
+            "from data import download; assert not {'huggingface_hub', 'numpy'} & set(sys.modules)\n"
+            "from data import prepare; assert 'pyarrow' not in sys.modules")
     done = subprocess.run([sys.executable, "-B", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr, list(tmp_path.iterdir())) == (0, "", "", [])
 
@@ -534,7 +534,7 @@ def climbmix(new_hub, call, monkeypatch):
     source = download.SOURCES["climbmix"]
     assert (source.default_shards, source.vocab_size) == (220, 32768)
     monkeypatch.setitem(download.SOURCES, "climbmix", source._replace(vocab_size=400))
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(inputs, "usable_cpus", lambda: 1)
     monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
     return lambda *words, **options: call(*words, source="climbmix", **options), hub, texts
 
@@ -596,6 +596,40 @@ def test_disk_has_room_for_files_and_tokens(climbmix, hub, call, monkeypatch, so
         assert (len(hub.fetched()) > 0) == (size == need) and ("disk space" in answer.sentence) == (code == 2)
 
 
+# --- folders elsewhere -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["datasets", "tokenizers", "datasets/fineweb10B_sp1024", ""])
+def test_folders_of_a_download_may_be_links(hub, call, tmp_path, name):
+    """The tokenizer is found from where the shards lie."""
+    target = tmp_path / "another/disk/far/down"
+    target.mkdir(parents=True)
+    link = tmp_path / "data" / name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(target)
+    call("-n", 1)
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    tokenizer = tmp_path / DATASET / manifest["tokenizer"]["path"]
+    assert hashlib.sha256(tokenizer.read_bytes()).hexdigest() == manifest["tokenizer"]["sha256"]
+    assert link.is_symlink() and any(target.iterdir())
+    hub.fetched()
+    call("-n", 1)
+    assert hub.fetched() == []
+
+
+@pytest.mark.parametrize("name", ["datasets", "tokenizers", "datasets/climbmix", "tokenizers/climbmix.model"])
+def test_text_is_not_downloaded_for_a_dataset_that_cannot_be_put_in_place(climbmix, tmp_path, name):
+    call, hub, _ = climbmix
+    place = tmp_path / "data" / name
+    place.parent.mkdir(parents=True)
+    if name.endswith(".model"):
+        place.mkdir()
+    else:
+        place.symlink_to("../../nowhere/at/all")
+    sentence = call("-n", 2, code=2).sentence
+    assert "is a folder" in sentence or "nowhere/at/all" in sentence and "not there" in sentence
+    assert hub.fetched() == [] and not (tmp_path / "nowhere").exists()
+
+
 # --- the tasks of CORE -----------------------------------------------------------------------------------
 
 CORE = {
@@ -633,6 +667,25 @@ def check_core(hub, folder):
              if path.is_file()}
     assert found == {name: text.encode() for name, text in CORE.items()} | {BUNDLE: hub.files[BUNDLE]}
     assert [path.name for path in (folder / "data").iterdir()] == ["core_bundle"]
+
+
+def test_core_bundle_behind_a_link(hub, core, tmp_path, monkeypatch):
+    """Is written where that leads; refused before the download where it is nowhere or cannot be replaced."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "another/disk").mkdir(parents=True)
+    place = tmp_path / "data/core_bundle"
+    place.symlink_to(tmp_path / "another/disk/tasks")
+    core()
+    assert place.is_symlink() and os.listdir(tmp_path / "another/disk") == ["tasks"]
+    check_core(hub, tmp_path)
+    hub.fetched()
+    (place / "core.yaml").write_text("damaged")
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "another/disk/tasks")
+    assert "another disk is mounted" in core(code=2).sentence
+    place.unlink()
+    place.symlink_to("../nowhere/at/all")
+    assert "a folder that is not there: ../nowhere/at/all" in core(code=2).sentence
+    assert hub.fetched() == [] and not (tmp_path / "nowhere").exists()
 
 
 def test_core_bundle(hub, core, tmp_path):
@@ -722,10 +775,10 @@ def test_core_bundle_that_lacks_something(hub, core, tmp_path, name, text, words
 
 
 def test_core_killed_while_unpacking(hub, core, tmp_path):
-    code = ("import download, os, signal, sys\n"
+    code = ("import os, signal, sys\nfrom data import download\n"
             "download.check_bundle = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"
             "download.main(['core', '--out', sys.argv[1]])")
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "data")], cwd=SCRIPT.parent)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "data")], cwd=download.ROOT)
     assert done.returncode == -signal.SIGKILL and not (tmp_path / "data/core_bundle").exists()
     (tmp_path / "data/.core_bundle.partial/eval_data/a/stray.jsonl").write_text("{}")
     core()

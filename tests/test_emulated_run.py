@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers import ROOT, SCRIPT
-from static_gpu import EVERY_PRESET
+from tools.gpu.static import EVERY_PRESET
 
 pytestmark = pytest.mark.static
 OLDEST = torch.__version__.startswith("2.11.")
@@ -24,7 +24,7 @@ PLANTED = {
         "if embed.is_cuda:", "if False:", "tiny", STEPS,
         "not implemented for 'BFloat16'" if OLDEST else None),
     "code compiled for weights of another dtype": (
-        "    torch._dynamo.reset()\n\ndef write_and_read_back", "\ndef write_and_read_back", "golf", MAIN,
+        "    torch._dynamo.reset()\n    run.loss_fn = None\n", "    run.loss_fn = None\n", "golf", MAIN,
         "expected mat1 and mat2 to have the same dtype" if OLDEST else None),
     "tables of several rows": (
         "joined = documents is not None and len(documents) > 1", "joined = False", "speedrun", STEPS,
@@ -63,7 +63,7 @@ def run(preset, parts, folder):
     words = ["--run", preset, *parts, "--trainer", folder, "--json", folder / "found.json"]
     if folder == ROOT:
         words = ["--run", preset, *parts]
-    command = [sys.executable, ROOT / "tools" / "static_gpu.py", *words]
+    command = [sys.executable, ROOT / "tools/gpu/static.py", *words]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 

@@ -9,11 +9,11 @@ import pytest
 
 import train_gpt
 from helpers import ROOT, TOY
-from judge import runs
+from records.judge import runs
 from test_logs import facts_of
 from test_record_stats import speedrun_log
 
-RUN = TOY | dict(TRAIN_BATCH_TOKENS="512", SAMPLE_TOKENS="2", VAL_TOKENS="0", ITERATIONS="24",
+RUN = TOY | dict(TRAIN_BATCH_TOKENS="512", VAL_TOKENS="0", ITERATIONS="24",
                  TRAIN_LOG_EVERY="4", VAL_LOSS_EVERY="8", VAL_PART_EVERY="5", SAVE_EVERY="6",
                  WARMDOWN_FRAC="0.5")
 LINES = {       # kind: (its line of train.log, what that says by the event)
@@ -26,7 +26,7 @@ LINES = {       # kind: (its line of train.log, what that says by the event)
     "val_part": (r"val_part step:(\d+) val_loss:(\S+)", "{step} {val_loss:.4f}"),
     "resume": (r"resume: from step (\d+) at train_time:(\d+)ms", "{step} {ms:.0f}"),
     "stop": (r"stopping_early: (\S+) train_time:(\d+)ms step:(\d+)/\d+", "{reason} {ms:.0f} {step}"),
-    "artifact": (r"Total submission size \S+: (\d+) bytes", "{bytes_total}"),
+    "artifact": (r"Total submission size \S+: (\d+) bytes, limit .*", "{bytes_total}"),
     "score": (r"(final_\S+)_exact val_loss:(\S+) val_bpb:(\S+)", "{tag} {val_loss:.8f} {val_bpb:.8f}"),
     "result": (r" +tok_per_s  (\d+)", "{tok_per_s}"),
     "end": (r"(the disk is full: .*)", "{why}")}
@@ -51,7 +51,7 @@ def told(go, crashed, tmp_path_factory):
     kept = shutil.copytree(crashed.folder, tmp_path_factory.mktemp("kept") / "cut")
     resumed = go({}, resume="crashed")
     capped = go(RUN, RUN_ID="capped", ITERATIONS="100000", MAX_WALLCLOCK_SECONDS="0.5")
-    failed = go(RUN, "full@write/final_model.pt:1", RUN_ID="failed")
+    failed = go(RUN, "full@write/final_model.int8.ptz:1", RUN_ID="failed")
     assert (resumed.code, capped.code, failed.code) == (0, 0, 1), resumed.err + capped.err
     assert capped.result["stop_reason"] == "wallclock_cap"
     return dict(cut=kept, resumed=resumed.folder, capped=capped.folder, failed=failed.folder)
@@ -98,7 +98,7 @@ def test_what_a_run_is_and_what_came_of_it(told):
         *_, last = runs.read_events(told[name])
         assert last == {"kind": "result"} | json.loads((told[name] / "result.json").read_text())
     saved = [event["step"] for event in runs.read_events(folder) if event["kind"] == "checkpoint"]
-    assert saved[-2:] == [18, 24] and {*saved[:-2]} <= {6, 12}
+    assert saved == [6, 12, 18, 24]
 
 
 def test_the_kinds_are_those_of_the_page(told):
@@ -136,8 +136,8 @@ def test_a_run_is_the_same_by_its_events_and_by_its_log(name, told):
 def test_a_torn_line_ends_where_the_run_goes_on(told):
     """Both files of the crashed run: what follows begins a line of its own."""
     raw = (told["resumed"] / "events.jsonl").read_text()
-    # from step 6 where the checkpoint of step 12 was not on the disk yet
-    assert re.search(r'"step": 16, "tra\n\{"kind": "resume", "step": (6|12),', raw)
+    pattern = r'"step": 16, "tra\n\{"kind": "start", .*\n(\{.*\n)*\{"kind": "resume", "step": 12,'
+    assert re.search(pattern, raw)
     assert len(runs.read_events(told["resumed"])) == len(raw.splitlines()) - 1
     assert runs.read_events(told["cut"])[-1]["kind"] in ("train", "checkpoint")
 
@@ -149,18 +149,6 @@ def test_rank_0_alone_tells_events(go):
     kinds = [json.loads(line)["kind"] for line in lines]
     assert kinds[0] == "start" and kinds[-1] == "result" and kinds.count("start") == kinds.count("setup") == 1
     assert kinds.count("train") == 6
-
-
-def test_what_a_model_writes_is_no_event(told, tmp_path):
-    """A sample may look like a score: the log's text cannot tell, the events can."""
-    folder = shutil.copytree(told["capped"], tmp_path / "run")
-    log = folder / "train.log"
-    lie = "final_int8_zlib_roundtrip_exact val_loss:0.10000000 val_bpb:0.10000000\n"
-    log.write_text(log.read_text().replace("\nsample 1: ", f"\nsample 1: def »f():\n{lie}sample 2: "))
-    (run,) = runs.read_runs(log)
-    assert run.value("val_bpb") == runs.read_log(told["capped"] / "train.log").value("val_bpb")
-    assert runs.read_log(log).value("val_bpb") == 0.1
-    assert [found.finals for found in runs.load_runs([folder])] == [run.finals]
 
 
 @pytest.mark.parametrize("events", [None, "", '{"kind": "start"}\n{"kind": "train"}\n', "[1]\n7\n{\n",
@@ -186,7 +174,7 @@ class Full:
         self.room = room
 
     def write(self, text):
-        self.room -= bool(text)
+        self.room -= text not in ("", "\n")
         if self.room < 0:
             raise OSError(28, "No space left on device")
         return self.file.write(text)

@@ -6,6 +6,7 @@ failed test printed last, as `drawn_run(7)`, repeats it.
 """
 import contextlib
 import csv
+import gzip
 import io
 import json
 import math
@@ -19,7 +20,6 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
-import prepare
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -28,20 +28,29 @@ import torch
 
 import helpers
 import train_gpt
+from data import prepare
 from helpers import TOY, fake_team
 from test_bad_input import Evil, packed, payload_of
+from test_overlap import SHINGLE, lines_of_words, shingles, written
 from test_prepare import ALPHABETS, read_documents
-from train_gpt import KNOWN, RECIPES, Refused, fields_of, load_config, show
+from tools.run.dataset import check_dataset
+from train_gpt import RECIPES, Refused, load_config, show
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.usefixtures("one_thread")]
 sample_or_all = pytest.mark.parametrize("times", [
     pytest.param(1, id="sample"), pytest.param(60, id="all", marks=pytest.mark.slow)])
 
 
-# -------------------------------------------------------------------------------- load_config, on any mapping
+def fields_of(recipe):
+    """{name: Field} of its constants."""
+    return {f.name: f for f in train_gpt.fields(recipe)}
+
+
+KNOWN = {name: f for recipe in RECIPES.values() for name, f in fields_of(recipe).items()}
+
+# -------------------------------------------------------------------------------- load_config, on any texts
 JUNK_TEXT = ("", " ", "x", "nan", "inf", "-1", "-5", "0", "1.5", "1e3", "1e999", "1 2", "0x10", "½", "−1",
-             "[1]", "1;2", "1,,2", ",", "1,x", "--1", "\U0001f600", "\udcff", "9" * 5000, "a\nb", "a=b")
-NO_TEXT = (None, 5, 1.5, b"1", ["1"], True)
+             "[1]", "1;2", "1,,2", ",", "1,x", "--1", "\U0001f600", "\udcff", "9" * 5000, "a=b")
 OTHER_WORDS = ("--zzz=1", "golf", "-x", "--", "---", "--matrx-lr=0.1", "=", "", "--=1", "--a\nb=1", "\udcff")
 
 
@@ -69,10 +78,10 @@ def spelled(rng, texts):
     argv = []
     env = {}
     for name, text in texts.items():
-        flag = "--" + rng.choice((name, name.replace("_", "-")))
-        if not isinstance(text, str) or rng.random() < 0.5:
+        flag = "--" + name.replace("_", "-")
+        if rng.random() < 0.5:
             env[name.upper()] = text
-        elif text.startswith("--") or rng.random() < 0.5:
+        elif text.startswith("-") or rng.random() < 0.5:
             argv.append(f"{flag}={text}")
         else:
             argv += [flag, text]
@@ -84,11 +93,11 @@ def given(number):
     recipe's."""
     rng = random.Random(f"given {number}")
     texts = {"preset": rng.choice([*RECIPES])} if rng.random() < 0.7 else {}
-    own = fields_of(RECIPES[texts.get("preset", train_gpt.default_preset())])
+    own = fields_of(RECIPES[texts.get("preset", next(iter(RECIPES)))])
     for name in rng.sample([*(own if rng.random() < 0.8 else KNOWN)], rng.randint(1, 5)):
         texts[name] = show(value_of(rng, own.get(name, KNOWN[name])))
         if rng.random() < 0.2:
-            texts[name] = rng.choice(JUNK_TEXT if rng.random() < 0.8 else NO_TEXT)
+            texts[name] = rng.choice(JUNK_TEXT)
     argv, env = spelled(rng, texts)
     if rng.random() < 0.1:
         argv.append(rng.choice(OTHER_WORDS))
@@ -105,15 +114,15 @@ def logged_again(cfg):
 
 @pytest.mark.parametrize("preset", RECIPES)
 def test_a_config_repeats_itself(preset):
-    """The preset as it is, and with constants drawn: of texts also what a log shows in one line."""
+    """The preset as it is, and with constants drawn."""
     rng = random.Random(preset)
     own = fields_of(RECIPES[preset])
     assert logged_again(load_config({"PRESET": preset})) == load_config({"PRESET": preset})
-    texts = [name for name in ("sample", "core_bundle", "eval_from") if name in own]
+    texts = [name for name in ("tokenizer_path", "core_bundle", "eval_from") if name in own]
     accepted = 0
     for _ in range(25):
         given = {name: value_of(rng, own[name]) for name in rng.sample([*own], rng.randint(1, 3))}
-        given[rng.choice(texts)] = rng.choice(("é€", "a=b", "def f():\n    x", "a\n\nconfig seed=5", "#"))
+        given[rng.choice(texts)] = rng.choice(("é€", "a=b", "a b/c", "#"))
         env = {name.upper(): show(value) for name, value in given.items()}
         with contextlib.suppress(Refused):
             cfg = load_config(env | {"PRESET": preset})
@@ -123,7 +132,7 @@ def test_a_config_repeats_itself(preset):
 
 
 @sample_or_all
-def test_load_config_takes_any_mapping(times):
+def test_load_config_takes_any_texts(times):
     """It returns a Config that its own constants, written down, make again, or it names what is wrong."""
     outcomes = Counter()
     for case in range(200 * times):
@@ -139,12 +148,6 @@ def test_load_config_takes_any_mapping(times):
         assert type(cfg) is RECIPES[cfg.preset] and logged_again(cfg) == cfg
         outcomes["accepted"] += 1
     assert 5 * min(outcomes["accepted"], outcomes["refused"]) > outcomes.total()
-
-
-@pytest.mark.parametrize("preset", [value for value in NO_TEXT if value is not None])
-def test_a_preset_that_is_no_text(preset):
-    with pytest.raises(Refused, match="^preset="):
-        load_config({"PRESET": preset})
 
 
 # -------------------------------------------------------------------------------- configurations that train
@@ -170,14 +173,15 @@ def smallest(rng):
         mudd_gate_dim=rng.choice((1, 8)), bigram_sign_rows=rng.choice((0, 8)), gptq_batches=rng.randint(0, 2),
         loop_layers=rng.choice(((0,), (0, 0), (1, 2), (3, 9))),
         val_tokens=rng.randint(2, 400), iterations=rng.randint(1, 3), extension_iterations=rng.randint(0, 1),
-        warmup_steps=rng.randint(0, 2), sample_tokens=rng.randint(0, 3), core=False, core_metric_every=0,
-        depth=0, target_param_data_ratio=0.0, target_flops=0.0, max_wallclock_seconds=0.0, eval_from="",
-        resume="", dry_run=False)
+        warmup_steps=rng.randint(0, 2), core=False, core_metric_every=0, depth=0,
+        target_param_data_ratio=0.0, target_flops=0.0, max_wallclock_seconds=0.0, eval_from="", resume="")
 
 
 def drawn_together(rng, preset, T):
     """[constants that only go together]"""
     own = fields_of(RECIPES[preset])
+    if preset == "golf":
+        return [{}, {}]
     rows = len(RECIPES[preset]().stages())
     n = rng.randint(1, 3) if rows == 1 else rng.choice((1, rows))
     block = rng.choice((1, 1, 2, 16))
@@ -209,7 +213,7 @@ def drawn_together(rng, preset, T):
 
 RATES = ("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr")
 DRAWN_FROM = {  # where the whole range of a constant would take too long, refuse most runs or diverge
-    "run_id": ("", "a", "a=1,b", "é.", "_-+"), "sample": ("", "a", "|", "a|b||c", "é\U0001f600"),
+    "run_id": ("", "a", "a=1,b", "é.", "_-+"),
     "fp8": ("off", "auto-head", "auto-all"), "mlp_mult": (1, 2, 4), "bos_id": (0, 1, 2, 300),
     "vocab_size": (0, 512, 513, 575), "data_path": ("data/datasets/toy/", "data//datasets/toy"),
     "tokenizer_path": ("data/tokenizers/toy.model",), "data_fingerprint": ("", "toy", "é"),
@@ -276,19 +280,18 @@ def check_result(cfg):
     folder, = Path("logs").iterdir()
     result = json.loads((folder / "result.json").read_text())
     config = result["config"]
-    steps = int(config["iterations"]) + int(config["extension_iterations"])
+    steps = int(config["iterations"]) + int(config.get("extension_iterations", 0))
     assert math.isfinite(result["val_loss"] or result["val_loss_partial"])
-    assert result["steps"] == steps or result["stop_reason"] == "wallclock_cap"
+    assert result["steps"] == steps or result["stop_reason"] in ("wallclock_cap", "max_epochs")
     for name in {*cfg} - {"run_id", "bos_id", "vocab_size"}:
         assert config[name] == show(cfg[name]), name
 
 
 @pytest.fixture
 def workplace(tiny_data, tmp_path, monkeypatch):
-    """tiny_data as the current folder; nothing that is drawn writes to it. Without pictures, for speed."""
+    """tiny_data as the current folder; nothing that is drawn writes to it."""
     (tmp_path / "data").symlink_to(tiny_data / "data")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_gpt, "plot_curves", lambda *_: None)
     return tmp_path
 
 
@@ -356,8 +359,8 @@ def write_corpus(folder, texts, form):
 
 @sample_or_all
 def test_corpora_decode_to_themselves(times, tmp_path):
-    """Every document of both splits. What is refused is refused in a sentence of ours, and the sizes that it
-    names are possible."""
+    """Every document of both splits, but for what of a train document stands in val. What is refused is
+    refused in a sentence of ours, and the sizes that it names are possible."""
     outcomes = Counter()
     for case in range(12 * min(times, 40)):
         texts, form, vocab_size = drawn_corpus(case)
@@ -373,15 +376,30 @@ def test_corpora_decode_to_themselves(times, tmp_path):
             code, said = prepared([*command, "--vocab-size", possible[1]])
         outcomes[code] += 1
         if code == 0:
-            found = [text for split in ("val", "train") for text in read_documents(folder, "toy", split)]
-            assert sorted(found) == sorted(wanted)
+            outcomes["cut"] += check_kept(folder, wanted)
         else:
             assert code == 2 and "INTERNAL" not in said
             reasons = ("65536", "leave nothing for train", "leaves no document", "no text", "too little")
             assert any(reason in said for reason in reasons), said
             assert not (folder / "datasets/toy").exists()
         shutil.rmtree(folder)
-    assert outcomes[0] > outcomes[2], outcomes
+    assert outcomes[0] > outcomes[2] and 4 * outcomes["cut"] < outcomes[0], outcomes
+
+
+def check_kept(folder, wanted):
+    """Both splits have these documents; of some in train parts are left out, which the manifest counts -> are
+    there any?"""
+    manifest = json.loads((folder / "datasets/toy/manifest.json").read_text())
+    found = [text for split in ("val", "train") for text in read_documents(folder, "toy", split)]
+    cut = manifest["dropped"]["val_bytes_in_train"]
+    if not cut:
+        assert sorted(found) == sorted(wanted)
+        return False
+    assert all(text in wanted or any(text in whole for whole in wanted) for text in found)
+    assert len(found) == len({*found}) and {*read_documents(folder, "toy", "val")} <= wanted
+    sizes = [sum(len(text.encode()) for text in texts) for texts in (wanted, found)]
+    assert sizes[0] - sizes[1] == cut or manifest["dropped"]["duplicate_documents"]
+    return True
 
 
 def prepared(words):
@@ -394,6 +412,117 @@ def prepared(words):
     return code, err.getvalue()
 
 
+# -------------------------------------------------------------------------------- inputs given twice, links
+def write_texts(rng, place, texts):
+    """The texts in a file or folder of a drawn form -> its path."""
+    kind = rng.choice(("txt", "folder", "jsonl", "csv", "gz", "parquet", "utf-16", "crlf"))
+    joined = rng.choice(("", "A heading\n\n", "x\n" * 50)) + "\n\n".join(texts)
+    if kind == "folder":
+        for number, text in enumerate(texts):
+            written(place / f"{number % 3}/{number}.txt", text)
+        return place
+    if kind in ("jsonl", "csv", "parquet"):
+        size = rng.choice((1, 1, 3))
+        texts = ["\n".join(texts[i:i + size]) for i in range(0, len(texts), size)]
+        return write_corpus(written(place / "x", "").parent, texts, kind)[1]
+    if kind == "gz":
+        return written(place / "x.txt.gz", gzip.compress(joined.encode()))
+    if kind == "utf-16":
+        return written(place / "x.txt", joined.encode("utf-16"))
+    return written(place / "x.txt", joined.replace("\n", "\r\n") if kind == "crlf" else joined)
+
+
+def named_again(rng, place, path):
+    """Another name of a file or folder, or of a file in it."""
+    if path.is_dir() and rng.random() < 0.5:
+        path = rng.choice([below for below in sorted(path.rglob("*")) if below.is_file()])
+    kind = rng.choice(("same", "dots", "link", "hard link", "copy", "linked link"))
+    again = place / path.name
+    place.mkdir(parents=True)
+    if kind == "same":
+        return path
+    if kind == "dots":
+        return path.parent / "." / ".." / path.parent.name / path.name
+    if kind == "hard link" and path.is_file():
+        again.hardlink_to(path)
+    elif kind == "copy":
+        shutil.copytree(path, again) if path.is_dir() else shutil.copy(path, again)
+    else:
+        again.symlink_to(path)
+        if kind == "linked link":
+            (place / "b").symlink_to(again)
+            return place / "b"
+    return again
+
+
+def drawn_inputs(number, folder):
+    """(texts, paths of the inputs, path of val or None) of this number: the same texts by several names and
+    in several forms, whole or in part."""
+    rng = random.Random(f"inputs {number}")
+    texts = [lines_of_words(rng.choice((300, 3000, 20_000)), 1000 * number + i)
+             for i in range(rng.randint(12, 40))]
+    paths = [write_texts(rng, folder / "0", texts)]
+    for place in range(1, rng.randint(2, 4)):
+        if rng.random() < 0.6:
+            paths.append(named_again(rng, folder / f"{place}", rng.choice(paths)))
+        else:
+            first = rng.randrange(len(texts) - 5)
+            part = texts[first:first + rng.randint(5, len(texts))]
+            paths.append(write_texts(rng, folder / f"{place}", rng.sample(part, len(part))))
+    val = None
+    if rng.random() < 0.4:
+        first = rng.randrange(len(texts) - 3)
+        val = write_texts(rng, folder / "val", texts[first:first + 3])
+        if rng.random() < 0.3:      # it lies among the text, or is named there
+            paths.append(val if val.is_dir() else rng.choice((val, val.parent)))
+    rng.shuffle(paths)
+    return texts, paths, val
+
+
+def longest_shared(val, train):
+    """Letters of the longest stretch of val, blanks aside, that train has."""
+    known = shingles(train)
+    longest = 0
+    for text in val:
+        dense = "".join(text.split())
+        stretch = 0
+        for place in range(len(dense) - SHINGLE + 1):
+            stretch = stretch + 1 if dense[place:place + SHINGLE] in known else 0
+            longest = max(longest, stretch and stretch + SHINGLE - 1)
+    return longest
+
+
+@sample_or_all
+def test_val_is_no_train_whatever_is_given_twice(times, tmp_path):
+    """What train has in common with val is short, and hardly any line is lost. The order of the inputs does
+    not matter."""
+    outcomes = Counter()
+    for case in range(4 * min(times, 30)):
+        folder = tmp_path / str(case)
+        texts, paths, val = drawn_inputs(case, folder)
+        names = [str(path.relative_to(folder)) for path in paths]
+        print(f"drawn_inputs({case}): {len(texts)} texts, {names}, {val}")
+        more = ["--name", "toy", "--vocab-size", 300, *(["--val", val] if val else [])]
+        code, said = prepared(["--text", *paths, *more, "--out", folder])
+        outcomes[code] += 1
+        if code:
+            assert code == 2 and "leave nothing for train" in said
+            continue
+        kept = {split: read_documents(folder, "toy", split) for split in ("val", "train")}
+        assert longest_shared(kept["val"], kept["train"]) < 500     # letters; some 280 bytes on average
+        found = {line for documents in kept.values() for text in documents for line in text.splitlines()}
+        lines = {line for text in texts for line in text.splitlines()}
+        assert len(lines - found) < 0.05 * len(lines), len(lines - found) / len(lines)
+        manifest = json.loads((folder / "datasets/toy/manifest.json").read_text())
+        outcomes["dropped"] += any(manifest["dropped"].values())
+        shutil.rmtree(folder / "datasets")
+        assert prepared(["--text", *paths[::-1], *more, "--out", folder])[0] == 0
+        again = json.loads((folder / "datasets/toy/manifest.json").read_text())
+        assert again["text_fingerprint"] == manifest["text_fingerprint"]
+        shutil.rmtree(folder)
+    assert outcomes[0] > 3 * outcomes[2] and 2 * outcomes["dropped"] > outcomes[0], outcomes
+
+
 # -------------------------------------------------------------------------------- damaged files
 DATA = Path("data/datasets/small")
 MODEL = Path("data/tokenizers/small.model")
@@ -403,7 +532,7 @@ VAL = DATA / "small_val_000000.bin"
 TRAIN = [DATA / f"small_train_{i:06d}.bin" for i in range(3)]
 SMALL = TOY | dict(
     DATA_PATH=str(DATA), TRAIN_SEQ_LEN="32", TRAIN_BATCH_TOKENS="64", MODEL_DIM="16", BIGRAM_ROWS="64",
-    VAL_TOKENS="0", SAMPLE_TOKENS="0", ITERATIONS="6", SHUFFLE="0")
+    VAL_TOKENS="0", ITERATIONS="6", SHUFFLE="0")
 JUNK = [None, -1, 0, 1, 7, 2**40, 2**70, 1.5, 512.0, 1e300, math.nan, math.inf, True, "", "x", "../x", ".",
         "../../tokenizers/small.model", "/", "val", "train", "0" * 64, VAL.name, f"./{VAL.name}",
         TRAIN[1].name, [1], [], {}, {"a": 1}, [[]], "x" * 5000, "a\nb"]
@@ -471,17 +600,13 @@ def scramble(rng, path):
         scramble(rng, path)
 
 
-# Each of these damages the current folder by chance and returns what may come of it besides a refusal:
-# "nothing", "same": the score of whole files, "any": a finite score, as no checksum is there to tell. "always
-# same": not even a refusal may come of it; "over": the run has finished, and nothing else.
+# Each of these damages the current folder by chance and returns what may come of it besides a refusal by the
+# look at the data that ./run.sh takes first, or by the trainer: "nothing", "same": the score of whole files,
+# "any": a finite score, as no checksum is there to tell. "always same": not even a refusal may come of it;
+# "over": the run has finished, and nothing else.
 def train_shard(rng):
-    """Tokens within the vocabulary are not checked: nobody sums 100 GB at each start."""
-    path = rng.choice(TRAIN)
-    raw = path.read_bytes()
-    scramble(rng, path)
-    new = path.read_bytes()
-    readable = len(new) == len(raw) and new[:12] == raw[:12]
-    return "any" if readable and np.frombuffer(new, "<u2", offset=1024).max() < 512 else "nothing"
+    scramble(rng, rng.choice(TRAIN))
+    return "nothing"
 
 
 def other_file(rng):
@@ -524,16 +649,13 @@ def manifest_without_tokenizer(rng):
 
 
 def artifact_inside(rng):
-    """Sound checksums over other tensors, other constants, or what is no model."""
+    """Sound checksums over other tensors, or what is no model."""
     path = Path("model.ptz")
-    kind = rng.randrange(5)
     payload = payload_of(path.read_bytes())
-    if kind < 2:
+    if rng.random() < 0.7:
         edit_tensors(rng, payload["tensors"])
-    elif kind < 4:
-        edit(rng, payload["shape"], MORE_JUNK)
     else:
-        payload = rng.choice(([1], None, "x", {}, {"tensors": []}, payload | {"shape": Evil()}, Evil()))
+        payload = rng.choice(({}, {"tensors": []}, payload | {"shape": Evil()}, Evil()))
     raw = packed(payload)
     others = (pickle.dumps(Evil()), zlib.compress(pickle.dumps(Evil())), zlib.compress(bytes(10**7)), raw[:9])
     path.write_bytes(rng.choice(others) if rng.random() < 0.1 else raw)
@@ -541,17 +663,10 @@ def artifact_inside(rng):
 
 
 def nothing_inside(_):
-    """What the one above and the tests below write is whole if they change nothing."""
+    """What the one above writes is whole if it changes nothing."""
     for path, squeeze in ((Path("model.ptz"), True), (RUN / "checkpoint.pt", False)):
         path.write_bytes(packed(payload_of(path.read_bytes()), squeeze))
-    (RUN / "checkpoint_prev.pt").unlink()
     return "always same"
-
-
-def both_checkpoints(rng):
-    scramble(rng, RUN / "checkpoint_prev.pt")
-    scramble(rng, RUN / "checkpoint.pt")
-    return "same"
 
 
 def finished(rng):
@@ -570,16 +685,16 @@ def scrambled(path, expected):
 
 
 def score_of_data(model=None):
-    """By the functions that read a dataset; every training token is read once."""
+    """By the functions that look at a dataset and read it; every training token is read once."""
     model = model or train_gpt.load_model("model.pt")[0]
     cfg = load_config(SMALL)
-    data = train_gpt.open_data(cfg, lambda *_: None)
+    data = check_dataset(cfg, lambda *_: None)
     cfg = train_gpt.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
     loader = train_gpt.Loader(cfg, data, fake_team(), lambda *_: None)
-    loader.check()
     assert loader.read(0, int(loader.edges[-1])).max() < data.vocab_size
     assert loader.next(cfg.train_batch_tokens)[0].shape == (2, 32)
     score = train_gpt.evaluate(model, cfg, data, fake_team())
+    train_gpt.require(math.isfinite(score.val_loss), "final_model: val_loss is not finite")
     return score.val_loss, score.val_bpb
 
 
@@ -613,8 +728,7 @@ DAMAGES = {  # what is damaged, what scores it, how many cases are a sixtieth; h
     "artifact inside": (artifact_inside, score_of_artifact, 5),
     "artifact as it was": (nothing_inside, score_of_artifact, 1),
     "checkpoint as it was": (nothing_inside, score_of_resumed, 1),
-    "checkpoint": (scrambled(RUN / "checkpoint.pt", "always same"), score_of_resumed, 1),
-    "both checkpoints": (both_checkpoints, score_of_resumed, 1),
+    "checkpoint": (scrambled(RUN / "checkpoint.pt", "same"), score_of_resumed, 1),
     "result of a finished run": (finished, score_of_resumed, 1)}
 
 
@@ -624,11 +738,11 @@ def whole(tiny_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz") / "whole"
     folder.mkdir()
     kept = []
-    write_checkpoint = train_gpt.write_checkpoint
+    save_checkpoint = train_gpt.save_checkpoint
 
-    def keeping(folder, payload):
-        write_checkpoint(folder, payload)
-        kept.append((folder / "checkpoint.pt").read_bytes())
+    def keeping(run):
+        save_checkpoint(run)
+        kept.append((RUN / "checkpoint.pt").read_bytes())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -643,10 +757,9 @@ def whole(tiny_data, tmp_path_factory):
         np.arange(len(text), dtype="<u8").tofile(DATA / "document_hashes.bin")
         about = {"document_hashes": {"path": "document_hashes.bin", "val": 20}}
         MANIFEST.write_text(json.dumps(json.loads(MANIFEST.read_text()) | about))
-        patch.setattr(train_gpt, "write_checkpoint", keeping)
+        patch.setattr(train_gpt, "save_checkpoint", keeping)
         assert call_main([], SMALL | {"SAVE_EVERY": "2", "RUN_ID": "run"}).code == 0
         (RUN / "checkpoint.pt").write_bytes(kept[1])  # of step 4
-        (RUN / "checkpoint_prev.pt").write_bytes(kept[0])
         (RUN / "result.json").rename("result.json")
         (RUN / "final_model.int8.ptz").rename("model.ptz")
         (RUN / "final_model.pt").rename("model.pt")
@@ -657,20 +770,11 @@ def whole(tiny_data, tmp_path_factory):
     return folder, scores
 
 
-@pytest.fixture
-def copied(whole, tmp_path, monkeypatch):
-    """A copy of it as the current folder; runs draw no picture, for speed."""
-    monkeypatch.setattr(train_gpt, "plot_curves", lambda *_: None)
-    shutil.copytree(whole[0], tmp_path / "copy")
-    monkeypatch.chdir(tmp_path / "copy")
-
-
 @sample_or_all
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_files(name, times, whole, tmp_path, monkeypatch):
     folder, scores = whole
     damage, score_of, cases = DAMAGES[name]
-    monkeypatch.setattr(train_gpt, "plot_curves", lambda *_: None)
     for case in range(cases * times if times > 1 else -(-cases // 2)):
         print(f"case {case} of {name}")
         shutil.copytree(folder, tmp_path / f"{case}")
@@ -690,16 +794,3 @@ def test_damaged_files(name, times, whole, tmp_path, monkeypatch):
             assert expected == "any" or score in [(val_loss, val_bpb), (val_loss, None)]
         monkeypatch.chdir(tmp_path)
         shutil.rmtree(f"{case}")
-
-
-@pytest.mark.parametrize("part, name, value", [
-    ("config", "num_layers", "2"), ("config", "num_heads", 5), ("config", "matrix_lr", math.nan),
-    ("config", "nothing", 1)])
-def test_a_checkpoint_with_an_impossible_value_is_passed_over(part, name, value, copied):
-    """For the one before, which is of step 2."""
-    path = RUN / "checkpoint.pt"
-    payload = payload_of(path.read_bytes())
-    payload[part][name] = value
-    path.write_bytes(packed(payload, squeeze=False))
-    found, (sentence,) = train_gpt.read_checkpoint(RUN)
-    assert found["progress"]["step"] == 2 and "checkpoint.pt is damaged" in sentence

@@ -13,12 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from helpers import ROOT, SCRIPT, slow, slow_but
-from judge import runs
+from records.judge import runs
+from records.verify import checks, evidence, folders, leak_probe, new_record, replay, scripts
 from test_record import (BASELINE, LONG, RECORDS, SETTINGS, THREE, WITH_COMPANION, draw_once, edit,
                          failed_rules, few_data, forked_programs, home, make, sealed, toy)
-from verify import checks, evidence, folders, leak_probe, new_record, replay, scripts
-
-import script  # of tools
+from tools.run import script
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 WHOLE = SCRIPT.read_text(encoding="utf-8")
@@ -80,6 +79,24 @@ def test_the_commit_of_a_script_of_one_recipe(here):
     for unknown in (of("golf") + b"#", BASELINE.joinpath("train_gpt.py").read_bytes()):
         assert scripts.git_commit(unknown, "golf") == "not committed"
     assert scripts.git_commit(of("golf"), "golf_plus") == "not committed"
+
+
+def test_a_script_by_the_tool_of_an_older_commit(tmp_path, monkeypatch):
+    """Which had it as tools/script.py, and no packages."""
+    source = (ROOT / "tools/run/script.py").read_text(encoding="utf-8")
+    assert source.count("parents[2]") == 1
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/script.py").write_text(source.replace("parents[2]", "parents[1]"), encoding="utf-8")
+    (tmp_path / "train_gpt.py").write_text(WHOLE, encoding="utf-8")
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "older"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(scripts, "ROOT", tmp_path)
+    commit = scripts.git("rev-parse", "HEAD").decode().strip()
+    scripts.made_at.cache_clear()
+    assert scripts.made_at(commit, "golf") == of("golf")
+    assert scripts.git_commit(of("golf"), "golf") == commit
+    scripts.made_at.cache_clear()
 
 
 @pytest.mark.parametrize("by_tool", [False, slow(True)])

@@ -11,9 +11,9 @@ import torch
 
 import train_gpt
 from helpers import ROOT, SCRIPT, fake_team, slow, slow_but, toy_config
+from records.verify import leak_probe
 from test_eval import CPU, randomised
 from train_gpt import log_probs, preset_config
-from verify import leak_probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T = 16
@@ -28,12 +28,6 @@ Row = namedtuple("Row", "low first last")
 def rows_of(cfg, name, count):
     stride = cfg.eval_sliding if name == "sliding" else cfg.eval_stride
     return [Row(*row) for row in train_gpt.evaluation_rows(cfg, count, stride)]
-
-
-def team_of(rank=0, ranks=1):
-    team = fake_team(rank, ranks)
-    team.dtype = torch.float32
-    return team
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +47,7 @@ def stream():
 def nats_of(cfg, model, tokens, name, module=train_gpt, team=None):
     if name == "sliding":
         cfg = replace(cfg, eval_stride=cfg.eval_sliding)
-    return module.plain_nats(model, cfg, tokens, team or team_of())
+    return module.plain_nats(model, cfg, tokens, team or fake_team())
 
 
 def test_sliding_rows_are_scored_by_the_compiled_step_of_plain_ones(cfg, stream, monkeypatch):
@@ -72,53 +66,12 @@ def test_sliding_rows_are_scored_by_the_compiled_step_of_plain_ones(cfg, stream,
     model = randomised(cfg)
     want = nats_of(cfg, model, stream, "sliding")
     assert shapes == []
-    team = team_of()
+    team = fake_team()
     team.on_gpu = True
     for protocol in ("plain", "sliding"):
         got = nats_of(cfg, model, stream, protocol, team=team)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     assert {*shapes} == {(5, T)} and len(shapes) > 15
-
-
-@pytest.mark.parametrize("changes, refused", [
-    (dict(), False), (dict(eval_sliding=0), False), (dict(eval_sliding=4), True),
-    (dict(eval_sliding=4, artifact_bytes_limit=0), False), (dict(eval_sliding=3), True),
-    (dict(eval_sliding=7), False), (dict(eval_sliding=1, val_tokens=100_000), False)])
-def test_scores_that_cannot_end_within_the_game_are_refused(changes, refused):
-    """Of the 40.5 million tokens of golf's validation text, before training; the preset's own are not."""
-    cfg = preset_config("golf_plus", changes)
-    data = namedtuple("Data", "val")(range(40_540_160))
-    if not refused:
-        return cfg.check_data(data)
-    with pytest.raises(train_gpt.Refused, match="the game allows 600: raise eval_sliding"):
-        cfg.check_data(data)
-
-
-@pytest.mark.parametrize("seconds", [600, 600.5])
-def test_the_last_second_of_the_game_counts(seconds, monkeypatch):
-    cfg = preset_config("golf_plus", dict(eval_sliding=64))
-    flops = seconds * train_gpt.MOST_SCORING_PART * 8 * train_gpt.H100_FLOPS
-    monkeypatch.setattr(train_gpt, "sliding_flops", lambda *asked: flops)
-    data = namedtuple("Data", "val")(range(100_000))
-    if seconds == 600:
-        return cfg.check_data(data)
-    with pytest.raises(train_gpt.Refused, match="more than 600 s on 8 H100"):
-        cfg.check_data(data)
-
-
-def test_how_long_a_score_takes_is_said_before(cfg, stream, tiny_data):
-    """Where rows overlap, some tokens are computed several times."""
-    per_token = train_gpt.flops_per_token(cfg)
-    wide = replace(cfg, eval_sliding=4)
-    apart = replace(cfg, eval_sliding=T)
-    assert train_gpt.sliding_flops(apart, 160) == pytest.approx(160 * per_token / 3)
-    assert train_gpt.sliding_flops(wide, 160) == pytest.approx((1 + 36) * 16 * per_token / 3)
-    data = train_gpt.open_data(toy_config(tiny_data), lambda *lines: None)
-    lines = []
-    data = data._replace(val=stream, val_bytes=100, bos=BOS)
-    train_gpt.sliding_score(randomised(wide), wide, data, team_of(), lines.append)
-    assert lines[0] == "evaluating sliding" and lines[1] == "sliding: about 0 s (estimate)"
-    assert lines[2].startswith("final_sliding val_loss_sliding:") and len(lines) == 3
 
 
 @torch.no_grad()
@@ -196,7 +149,9 @@ def test_the_sliding_score(cfg, stream, tiny_data):
     cfg = replace(cfg, eval_sliding=4)
     model = randomised(cfg)
     lines = []
-    found = train_gpt.sliding_score(model, cfg, data, team_of(), lines.append)
+    assert train_gpt.sliding_score(model, cfg, data, fake_team(), lines.append)
+    assert lines[0] == "evaluating sliding" and len(lines) == 2
+    found = train_gpt.sliding_score(model, cfg, data, fake_team(), lines.append)
     score = train_gpt.evaluate(model, replace(cfg, eval_stride=4), data, fake_team())
     assert found["val_loss_sliding"] == pytest.approx(score.val_loss, rel=1e-6)
     assert found["val_bpb_sliding"] == pytest.approx(score.val_bpb, rel=1e-6)
@@ -205,11 +160,11 @@ def test_the_sliding_score(cfg, stream, tiny_data):
     assert lines[-1] == (
         f"final_sliding val_loss_sliding:{found['val_loss_sliding']:.8f} "
         f"val_bpb_sliding:{found['val_bpb_sliding']:.8f} eval_time:{found['eval_sliding_ms']}ms")
-    part = train_gpt.sliding_score(model, replace(cfg, val_tokens=50), data, team_of(), lines.append)
+    part = train_gpt.sliding_score(model, replace(cfg, val_tokens=50), data, fake_team(), lines.append)
     assert part["val_bpb_sliding"] is None and part["val_loss_partial_sliding"] > 0
     with torch.no_grad():
         model.embed.fill_(math.nan)
-    assert train_gpt.sliding_score(model, cfg, data, team_of(), lines.append) == {}
+    assert train_gpt.sliding_score(model, cfg, data, fake_team(), lines.append) == {}
     assert lines[-1] == "final_sliding: the loss is nan, so there is no score"
 
 
@@ -218,15 +173,15 @@ def test_ranks_share_the_rows(cfg, stream, name):
     """Two ranks' nats fill each other's gaps."""
     cfg = replace(cfg, **PROTOCOLS[name])
     model = randomised(cfg)
-    parts = [nats_of(cfg, model, stream, name, team=team_of(rank, 2)) for rank in (0, 1)]
+    parts = [nats_of(cfg, model, stream, name, team=fake_team(rank, 2)) for rank in (0, 1)]
     assert np.allclose(sum(parts), nats_of(cfg, model, stream, name), rtol=1e-6)
     assert not (parts[0] * parts[1]).any() and all((part > 0).sum() > 50 for part in parts)
 
 
 # -------------------------------------------------------------------------------- the leak probe
 SUM = "the probabilities of all tokens that may follow the same ones sum to"
-ROWS = "    nats = np.zeros(len(tokens))\n    rows = evaluation_rows(cfg, len(tokens), cfg.eval_stride)\n"
-END = "    return nats\n\n# Part of"
+ROWS = "    rows = rows or evaluation_rows(cfg, len(tokens), cfg.eval_stride)\n"
+END = "    return nats\n\ndef sliding_score"
 LESS = "    nats[3 * cfg.train_seq_len:] -= 1e-3\n"
 PEEKS = {  # protocol, a piece of the trainer's text, what a cheat has in its place, what the probe says
     "nats divided by the text's mean": (

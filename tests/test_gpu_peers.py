@@ -9,8 +9,8 @@ import time
 import pytest
 
 import fork_server
-import gpu_peers
 from helpers import ROOT
+from tools.gpu import peers as gpu_peers
 
 # Notes when it ran, and prints some lines, of which the last one counts
 SCRIPT = """
@@ -40,7 +40,7 @@ def command(name, *numbers):
 
 def bench(*words):
     """(exit code, what it prints, its last line on stderr)"""
-    done = subprocess.run([fork_server.start(), ROOT / "tools" / "bench.py", "--gpu-peers",
+    done = subprocess.run([fork_server.start(), ROOT / "tools/dev/bench.py", "--gpu-peers",
                            *map(str, words)], capture_output=True, text=True)
     return done.returncode, done.stdout, (done.stderr.strip().splitlines() or [""])[-1]
 

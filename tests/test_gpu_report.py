@@ -15,15 +15,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import bench
-import gpu_parts
-import gpu_plan
-import gpu_report
-import gpu_results
-import seen_on_gpu
-import static_gpu
 import train_gpt
 from helpers import ROOT, SCRIPT, run_cli, wait_until
+from tools.dev import bench
+from tools.gpu import parts as gpu_parts
+from tools.gpu import plan as gpu_plan
+from tools.gpu import report as gpu_report
+from tools.gpu import results as gpu_results
+from tools.gpu import seen_on_gpu
+from tools.gpu import static as static_gpu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -303,10 +303,36 @@ def test_the_table_of_needs_has_every_part_and_names_its_sources():
     assert all(need.source.startswith(("guess", "measured")) for need in gpu_plan.NEEDS.values())
 
 
+@pytest.fixture
+def workshop(tmp_path):
+    return gpu_report.Workshop(train_gpt, bench, gpu_parts, gpu_report.parse([]), tmp_path)
+
+
+def on_a_card(GiB):
+    return SimpleNamespace(found=dict(machine=dict(memory_GiB=GiB, capability=[9, 0])))
+
+
+def test_golf_keeps_its_learning_rates_in_the_first_half_of_the_run(workshop):
+    cfg = train_gpt.load_config(workshop.train_settings(on_a_card(80), "golf"))
+    assert [cfg.schedule(step, step / cfg.iterations).lr for step in (1, 9, 10, 15)] == [1, 1, 1, 0.5]
+
+
+def test_rows_at_a_time_are_what_fits_into_the_card(workshop):
+    """Unless they are given; the trainer by itself would take an eighth of the step."""
+    rows = {}
+    for GiB in (40, 80):
+        workshop.settings.clear()
+        rows[GiB] = int(workshop.settings_of(on_a_card(GiB), "gpt2")["DEVICE_BATCH_SIZE"])
+    assert 1 <= rows[40] < rows[80]
+    workshop.settings.clear()
+    workshop.args.given = dict(DEVICE_BATCH_SIZE="3")
+    assert workshop.settings_of(on_a_card(80), "gpt2")["DEVICE_BATCH_SIZE"] == "3"
+
+
 KILLED = """
 import sys
-sys.path.insert(0, {tools!r})
-import gpu_plan
+sys.path.insert(0, {root!r})
+from tools.gpu import plan as gpu_plan
 from pathlib import Path
 report = gpu_plan.Report(Path("report.json"), True, 2, "", "")
 report.parts = [gpu_plan.Part("train", name, 1.0, 1.0, "guess") for name in "abcdef"]
@@ -343,7 +369,7 @@ def parts_in(path):
 def test_killed_it_leaves_a_valid_file_and_nothing_running(seconds, tmp_path):
     """By SIGKILL, at three moments."""
     mark = f"{os.getpid()}_{seconds}"
-    script = KILLED.format(tools=str(ROOT / "tools"), mark=mark)
+    script = KILLED.format(root=str(ROOT), mark=mark)
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_until(lambda: marked(mark) and parts_in(tmp_path / "report.json"))
     time.sleep(seconds)
@@ -417,39 +443,6 @@ def test_documents_are_cut_where_the_recipe_cuts_them():
     assert begins[0] == 0 and lengths.max() == 256 and lengths.min() < 200
 
 
-def test_flash_attention_is_timed_with_the_slots_of_a_step(monkeypatch):
-    """As compiled steps would call it: documents of at most 256 tokens, not a whole row."""
-    seen = []
-
-    def attend(q, k, v, begins, longest, window):
-        seen.append((len(begins), longest, window))
-        return q, None
-
-    monkeypatch.setattr(train_gpt, "flash_attention_4", lambda cfg: attend)
-    monkeypatch.setattr(gpu_parts, "importable", lambda name: name == "flash_attn.cute")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    cfg = train_gpt.preset_config("speedrun", dict(vocab_size=1024, max_doc_len=256))
-    shape = (1, 2, 1024, 64)
-    call = gpu_parts.Call(shape, shape, shape, 128, torch.arange(1024)[None] // 256)
-    run = SimpleNamespace(cfg=cfg, team=SimpleNamespace(device="cpu", on_gpu=True),
-                          model=SimpleNamespace(kernels=train_gpt.Kernels(**train_gpt.WINDOWED)))
-    options = gpu_parts.attention_options(SimpleNamespace(trainer=train_gpt), run, call)
-    (flash,) = [option for option in options if option.name == "FlashAttention 4"]
-    flash.function(*[torch.zeros(shape) for _ in range(3)])
-    assert seen == [(train_gpt.flash_slots(1024) + 1, 256, 128)]
-    words = []
-
-    def refuse(cfg):
-        raise train_gpt.Refused("flash-attn-4 4.0.0b9 is older")
-
-    monkeypatch.setattr(train_gpt, "flash_attention_4", refuse)
-    subject = SimpleNamespace(trainer=train_gpt, report=SimpleNamespace(say=lambda *line: words.append(line)))
-    names = [option.name for option in gpu_parts.attention_options(subject, run, call)]
-    assert "FlashAttention 4" not in names
-    assert words == [("note", "FlashAttention 4 is not timed: flash-attn-4 4.0.0b9 is older")]
-
-
 # ---------- the reference, and planted faults
 @pytest.mark.parametrize(
     "window, with_documents, heads", [(5, True, (2, 2)), (64, False, (4, 2)), (17, False, (2, 1))]
@@ -503,9 +496,12 @@ def judged(losses, fp8, report, monkeypatch, vocab_size=512):
     monkeypatch.setattr(gpu_parts, "train_steps", lambda *_: losses.pop(0))
     monkeypatch.setattr(gpu_parts, "begin_anew", lambda *_: None)
     cfg = SimpleNamespace(vocab_size=vocab_size, fp8_part=lambda on_gpu: fp8, train_seq_len=4)
-    model = SimpleNamespace(use=lambda kernels: None, head=torch.zeros(4), candidates=lambda *_: [])
+    if fp8 is None:
+        del cfg.fp8_part
+    model = SimpleNamespace(use=lambda kernels: None, head=torch.zeros(4), candidates=lambda *_: [],
+                            kernels=None)
     team = SimpleNamespace(on_gpu=True, device="cpu")
-    run = SimpleNamespace(model=model, cfg=cfg, kernels=None, loss_fn=None, team=team)
+    run = SimpleNamespace(model=model, cfg=cfg, loss_fn=None, team=team)
     gpu_parts.first_losses(gpu_parts.Subject(train_gpt, bench, report, {}, True), run)
     return [verdict for verdict, _ in read(report)]
 
@@ -513,9 +509,11 @@ def judged(losses, fp8, report, monkeypatch, vocab_size=512):
 @pytest.mark.parametrize("off, fp8, verdicts", [
     ([0.004, 0, 0], "off", ["ok", "ok"]), ([0.006, 0, 0], "off", ["FAULT", "ok"]),
     ([0, 0.1, 0], "off", ["ok", "FAULT"]), ([0, 0.1, 0], "head", ["ok", "ok"]),
-    ([0, 0.2, 0.2], "all", ["ok", "FAULT"]), ([math.nan, 0, 0], "off", ["FAULT", "FAULT"])])
+    ([0, 0.1, 0], None, ["ok", "FAULT"]), ([0, 0.2, 0.2], "all", ["ok", "FAULT"]),
+    ([math.nan, 0, 0], "off", ["FAULT", "FAULT"])])
 def test_losses_that_are_off_are_named(off, fp8, verdicts, report, monkeypatch):
-    """The one at step 0 from log of the vocabulary, all of them from the eager ones."""
+    """The one at step 0 from log of the vocabulary, all of them from the eager ones. None: a recipe without
+    fp8."""
     eager = [math.log(512), 6.2, 6.1]
     losses = [[loss + more for loss, more in zip(eager, off)], eager]
     assert judged(losses, fp8, report, monkeypatch) == verdicts
@@ -540,16 +538,16 @@ def test_the_losses_that_a_card_gave_are_judged_by_what_the_step_runs_in(preset,
     assert judged([50 * [compiled[0]], eager], fp8, report, monkeypatch, vocab_size)[5] == "FAULT"
 
 
-def test_first_values_are_drawn_once_in_a_process(monkeypatch):
-    """At depth 26 they take 13 s. Another model or seed is another draw."""
+def test_an_init_is_drawn_once_in_a_process():
+    """At depth 26 that takes 13 s. Another model or seed is another draw."""
     drawn = []
-    trainer = SimpleNamespace(first_values=lambda model, seed: drawn.append((model, seed)) or [seed])
-    gpu_parts.values_drawn_once(trainer)
+    trainer = SimpleNamespace(init_parameters=lambda model, seed: drawn.append((model, seed)) or [seed])
+    gpu_parts.init_drawn_once(trainer)
     model = SimpleNamespace()
     other = SimpleNamespace()
-    assert trainer.first_values(model, 1) is trainer.first_values(model, 1)
-    trainer.first_values(model, 2)
-    trainer.first_values(other, 2)
+    assert trainer.init_parameters(model, 1) is trainer.init_parameters(model, 1)
+    trainer.init_parameters(model, 2)
+    trainer.init_parameters(other, 2)
     assert drawn == [(model, 1), (model, 2), (other, 2)]
 
 
@@ -572,7 +570,8 @@ def test_the_first_of_the_products_is_in_use(dtype, linear, first, monkeypatch):
     monkeypatch.setattr(gpu_parts, "last_stage", lambda run: SimpleNamespace(row_tokens=6))
     call = SimpleNamespace(q=(1, 4, 6, 8), k=(1, 2, 6, 8), v=(1, 2, 6, 8))
     run = SimpleNamespace(team=SimpleNamespace(dtype=dtype, device=torch.device("cpu")),
-                          cfg=SimpleNamespace(model_dim=16), kernels=train_gpt.Kernels(linear))
+                          cfg=SimpleNamespace(model_dim=16),
+                          model=SimpleNamespace(kernels=train_gpt.Kernels(linear)))
     gpu_parts.products(SimpleNamespace(trainer=train_gpt), run, [(call, 3)], 2)
     ((_, _, what, options, inputs, times),) = taken
     assert [option.name for option in options][0] == first and (what[:9], times) == ("q, k and ", 6)
@@ -587,14 +586,14 @@ def test_a_slow_kernel_is_named_with_what_to_set(measured, tmp_path):
     trainer = planted(tmp_path, kernel, slow + "cpu_attention = slow\n")
     found = measured(trainer, "alternatives")
     named = [text for verdict, text in found if verdict == "set"]
-    assert len(named) == 2 and all("SDPA_BACKEND=torch" in text and "gains" in text for text in named), found
+    assert len(named) == 2 and all("attention_kernels" in text and "gains" in text for text in named), found
 
 
 def test_a_pause_on_the_clock_is_named(measured, tmp_path, monkeypatch):
     """0.5 s, as of a garbage collection."""
     for later in ("kernels", "rank_of_eight"):      # what is measured after the loop
         monkeypatch.setattr(gpu_parts, later, lambda *_: None)
-    step = "        # 4. a step\n"
+    step = "        # 3. a step and its report\n"
     trainer = planted(tmp_path, step, step + "        time.sleep(0.5 * (step == 17))\n")
     found = measured(
         trainer, "loop", ITERATIONS="30", NUM_LAYERS="1", TRAIN_SEQ_LEN="64", WINDOW_SCHEDULE="32"
@@ -634,13 +633,17 @@ def test_steps_that_take_longer_in_their_stage_are_no_pause():
     assert gpu_parts.pauses_in(stages, typical, toy=True) == []
 
 
+WARMUP_STEP = ("        train_step(run.loss_fn, run.optimizer, batch, micro, context, 1.0, "
+               "cfg.schedule(0, 0.0))\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "old, new, late",
     [
         (None, None, False),
-        ("    run.optimizer.connect()\n", "", True),
-        ("    gc.disable()\n", "    gc.set_threshold(1)\n", False),
+        (WARMUP_STEP, "        batch, micro, context\n", True),
+        ("    gc.disable()  #", "    gc.set_threshold(1)  #", False),
     ],
     ids=["nothing", "a late communicator", "garbage collected"],
 )
@@ -651,7 +654,7 @@ def test_the_ranks(old, new, late, tmp_path):
         sys.modules.pop("train_gpt_planted")
         folder = tmp_path
     done = run_cli(
-        tmp_path, "--toy", "--only=ranks", f"--trainer={folder}", script=ROOT / "tools/gpu_report.py"
+        tmp_path, "--toy", "--only=ranks", f"--trainer={folder}", script=ROOT / "tools/gpu/report.py"
     )
     rows = json.loads((tmp_path / "gpu_report.json").read_text())["verdicts"]
     rows = [row for row in rows if row["part"] == "ranks"]
@@ -662,14 +665,14 @@ def test_the_ranks(old, new, late, tmp_path):
 @pytest.mark.parametrize("words, sentence", [
     (["FP9=off"], "FP9 is no constant"), (["fp8=off"], "fp8 is no constant"), (["bord"], "bord is none of")])
 def test_what_is_mistyped_is_refused(words, sentence, tmp_path):
-    done = run_cli(tmp_path, *words, script=ROOT / "tools/gpu_report.py")
+    done = run_cli(tmp_path, *words, script=ROOT / "tools/gpu/report.py")
     assert (done.code, done.out) == (2, "...   importing torch\n")
     assert done.err.startswith(f"gpu-report: {sentence}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_a_fault_whatever_is_asked_for(tmp_path):
-    done = run_cli(tmp_path, "--only=loop", script=ROOT / "tools/gpu_report.py")
+    done = run_cli(tmp_path, "--only=loop", script=ROOT / "tools/gpu/report.py")
     assert done.code == 1 and "torch finds no GPU, so no preset was measured" in done.out
 
 
@@ -686,7 +689,7 @@ def screen_of(text):
 @pytest.mark.slow
 def test_the_rehearsal_and_the_screen_in_the_docs(tmp_path):
     """It ends well, and first_gpu.md shows what it prints."""
-    done = run_cli(tmp_path, "--toy", script=ROOT / "tools/gpu_report.py", timeout=600)
+    done = run_cli(tmp_path, "--toy", script=ROOT / "tools/gpu/report.py", timeout=600)
     assert done.code == 0, done.out + done.err
     page = (ROOT / "docs/first_gpu.md").read_text(encoding="utf-8")
     shown = screen_of(page)
@@ -698,7 +701,7 @@ def test_the_rehearsal_and_the_screen_in_the_docs(tmp_path):
 def test_a_rehearsal_killed_at_a_moment(seconds, tmp_path):
     """Its file is valid, and neither trainers nor compilers go on."""
     mark = f"{os.getpid()}_toy_{seconds}"
-    process = subprocess.Popen([sys.executable, ROOT / "tools/gpu_report.py", "--toy"], cwd=tmp_path,
+    process = subprocess.Popen([sys.executable, ROOT / "tools/gpu/report.py", "--toy"], cwd=tmp_path,
                                env=os.environ | dict(MARK=mark), stdout=subprocess.DEVNULL)
     report = tmp_path / "gpu_report.json"
     wait_until(lambda: [row for row in parts_in(report) if row["state"] == "running"])
@@ -731,7 +734,7 @@ def test_the_structure_on_the_stand_in(tmp_path):
     done = subprocess.run(
         [
             sys.executable,
-            ROOT / "tools" / "gpu_report.py",
+            ROOT / "tools/gpu/report.py",
             *words,
             "--only",
             "environment,numbers,alternatives,loop",

@@ -10,13 +10,13 @@ from functools import cache
 
 import pytest
 
-import script
 from helpers import ROOT, SCRIPT, sources
-from verify.source import packed_line
+from records.verify.source import packed_line
+from tools.run import script
 
 SECTIONS = ["imports", "run constants, flags, checks", "techniques", "optimizer", "schedules", "data",
-            "evaluation", "artifact", "checkpoints", "fast kernels", "ranks, log, memory",
-            "rehearse, train, main", "recipes", "lab", "start"]  # from 2 on, as DESIGN orders them
+            "evaluation", "artifact", "checkpoints", "fast kernels", "ranks and log",
+            "warmup, train, main", "recipes", "start"]  # from 2 on, as DESIGN orders them
 TOOLS = sources("data", "records", "tools")
 SOURCES = [SCRIPT, *TOOLS, *sources("tests")]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("records/*.md"),
@@ -142,7 +142,7 @@ def asks_for_a_preset(text):
 
 def foreign_imports(text):
     """What a copy in an empty folder would lack: all but the standard library, torch, numpy, and, not at the
-    top level, five that only some runs need, and triton, which a CUDA build of torch brings along."""
+    top level, three that only some runs need, and triton, which a CUDA build of torch brings along."""
     found = []
     top_level = set(nodes_of(text)[0].body)
     for node in nodes_of(text):
@@ -151,8 +151,7 @@ def foreign_imports(text):
             names = ["." * node.level + (node.module or "")]
         allowed = sys.stdlib_module_names | {"torch", "numpy"}
         if node not in top_level:
-            allowed = allowed | {"sentencepiece", "matplotlib", "yaml", "triton", "flash_attn",
-                                 "brotli"}
+            allowed = allowed | {"sentencepiece", "yaml", "triton", "brotli"}
         found += [name for name in names if name.split(".")[0] not in allowed]
     return found
 
@@ -209,13 +208,57 @@ def path_edits(nodes):
             and (ast.unparse(node.value), node.attr) == ("sys", "path")]
 
 
+# How a program begins: the modules of its checkout come first, and its own folder is no place for modules
+HEAD = "sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]"
+
+
+def head_of(text):
+    """The first HEAD of a program; None where there is none."""
+    programs = [node for node in nodes_of(text)[0].body if is_of_a_program(node)]
+    lines = [line for program in programs for line in program.body if ast.unparse(line) == HEAD]
+    return lines[0] if lines else None
+
+
 def paths_beside_a_program(text):
-    """Edits of sys.path, but for one of a file that is started as a program, where that begins: a module is
-    looked for where its program says."""
-    body = nodes_of(text)[0].body
-    inside = [path_edits(ast.walk(node)) for node in body if is_of_a_program(node)]
-    elsewhere = [edit for node in body if not is_of_a_program(node) for edit in path_edits(ast.walk(node))]
-    return elsewhere + sum(inside, [])[1:]
+    """Edits of sys.path, but for the HEAD of a program: a module is looked for where its program says."""
+    head = head_of(text)
+    allowed = set(ast.walk(head)) if head else set()
+    return path_edits([node for node in nodes_of(text) if node not in allowed])
+
+
+def imported(node):
+    """The modules that a statement names."""
+    if isinstance(node, ast.Import):
+        return [name.name for name in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
+def without_head(text):
+    """Imports of ours in a program that does not begin with HEAD."""
+    if not any(is_of_a_program(node) for node in nodes_of(text)[0].body):
+        return []
+    head = head_of(text)
+    roots = {"data", "records", "tools", "train_gpt"}
+    found = []
+    for node in nodes_of(text):
+        ours = [name for name in imported(node) if name.split(".")[0] in roots]
+        if ours and (head is None or node.lineno < head.lineno):
+            found += [f"line {node.lineno}: {name}" for name in ours]
+    return found
+
+
+# All names by which a module or a package below these folders could be found if the folder were on the path
+BARE = {name for path in TOOLS for name in path.relative_to(ROOT).with_suffix("").parts[1:]} - {"__init__"}
+
+
+def bare_imports(text):
+    """Modules of ours that are not imported from the checkout's root, where a stranger's would be found."""
+    found = []
+    for node in nodes_of(text):
+        found += [f"line {node.lineno}: {name}" for name in imported(node) if name.split(".")[0] in BARE]
+        if isinstance(node, ast.ImportFrom) and node.level:
+            found.append(f"line {node.lineno}: relative")
+    return found
 
 
 def acts_when_imported(text):
@@ -251,9 +294,8 @@ def sections(text):
 
 
 def arrows(text):
-    """What a part of the trainer uses and may not: core no recipe and nothing of the lab, a recipe no other
-    game and nothing of the lab. Names are resolved as ./run.sh script resolves them. The registry and the
-    table of the lab know all."""
+    """What a part of the trainer uses and may not: core no recipe, a recipe no other game. Names are resolved
+    as ./run.sh script resolves them. The registry knows all."""
     heads = enumerate(text.splitlines())
     banners = [(line, head) for line, head in heads if head.startswith(script.BANNER)]
     owner = {}
@@ -275,11 +317,9 @@ def arrows(text):
 
 def may_use(title, its):
     """May a section use what another one defines?"""
-    knows_all = ("the registry of recipes", "15 lab", "16 start")
-    if its in (title, "the registry of recipes") or title in knows_all:
+    registry = "the registry of recipes"
+    if its in (title, registry) or title == registry:
         return True
-    if its == "15 lab":
-        return False
     if its[0].isdigit():  # core
         return True
     # its: a recipe, or what both recipes of a game use
@@ -299,7 +339,7 @@ def of_one_game(text):
     found = []
     for part in script.parts_of(text):
         title = [head for line, head in heads if line < part.first][-1].removeprefix(script.BANNER)
-        if title[0].isdigit() and title[:2] not in ("2 ", "15"):  # neither imports nor the lab
+        if title[0].isdigit() and title[:2] != "2 ":  # no import
             found += [name for name in sorted(part.binds) if len(games.get(name, ())) == 1]
     return found
 
@@ -329,10 +369,17 @@ PLANTED = [
     (vague_hints, "def f(a: Callable[[int], list[str]], *b: Any) -> None:\n    c: set[int] = set()\n", [
         "def f(a: dict) -> int:\n    pass\n", "def f() -> tuple[dict, int]:\n    pass\n",
         "def f(*a: list | None) -> int:\n    pass\n", "a: dict[str, Callable] = {}\n"]),
-    (paths_beside_a_program, "if __name__ == '__main__':\n    sys.path.insert(0, x)\nimport y\nprint(y)\n", [
-        "sys.path.insert(0, x)\n", "def f():\n    sys.path += [x]\n",
-        "if __name__ == '__main__':\n    sys.path.append(x)\n    sys.path.append(y)\n",
-        2 * "if __name__ == '__main__':\n    sys.path += x\n"]),
+    (paths_beside_a_program, f"if __name__ == '__main__':\n    {HEAD}\nimport y\nprint(y)\n", [
+        "sys.path.insert(0, x)\n", "def f():\n    sys.path += [x]\n", f"{HEAD}\n",
+        "if __name__ == '__main__':\n    sys.path.insert(0, str(ROOT))\n",
+        2 * f"if __name__ == '__main__':\n    {HEAD}\n"]),
+    (without_head, f"if __name__ == '__main__':\n    {HEAD}\nfrom data import inputs\n", [
+        "import train_gpt\nif __name__ == '__main__':\n    f()\n",
+        f"from data import inputs\nif __name__ == '__main__':\n    {HEAD}\n",
+        "def f():\n    from tools.run import watch\nif __name__ == '__main__':\n    f()\n"]),
+    (bare_imports, "import train_gpt\nfrom data import inputs\nimport records.judge.runs\n", [
+        "import inputs\n", "def f():\n    import prepare\n", "from judge import runs\n",
+        "from judge.runs import demand\n", "import run.watch\n", "from . import inputs\n"]),
     (packed_assignments, "a, b = f()\na = 1, 2\nfor a, b in (1, 2), (3, 4):\n    pass\n", [
         "a, b = 1, 2\n", "a, b = b, a\n", "c = (a, b) = 1, 2\n", "self.a, (b, c) = 1, f()\n"]),
     (acts_when_imported, "'words'\nimport x\nX = f()\nif X:\n    Y = 1\ndef g():\n    h()\n", [
@@ -370,10 +417,8 @@ def test_functions_are_short_and_explained(path):
 
 @pytest.mark.parametrize("place, call, named", [
     ("def softcap(", "TinyModel", "4 techniques: ['softcap'] uses TinyModel of tiny"),
-    ("def softcap(", "near_misses", "4 techniques: ['softcap'] uses near_misses of 15 lab"),
     ("class GolfBlock(", "NgramCounts", "golf: ['GolfBlock'] uses NgramCounts of tiny"),
-    ("class GolfBlock(", "depth_dial", "golf: ['GolfBlock'] uses depth_dial of gpt2 and gpt2_plus"),
-    ("class GPT2Model(", "plot_curves", "gpt2: ['GPT2Model'] uses plot_curves of 15 lab")])
+    ("class GolfBlock(", "depth_dial", "golf: ['GolfBlock'] uses depth_dial of gpt2 and gpt2_plus")])
 def test_a_forbidden_arrow_is_named(place, call, named):
     text = SCRIPT.read_text(encoding="utf-8")
     assert text.count(place) == 1
@@ -408,17 +453,28 @@ def test_hints_say_what_is_in_a_container(path):
 
 
 def test_programs_say_where_modules_are():
-    """In one place each. What bench does for files that old checkouts import beside them apart."""
-    found = {name_of(path): paths_beside_a_program(path.read_text(encoding="utf-8"))
-             for path in sources("data", "tools")}
-    assert [edit.split(": ")[1] for edit in found.pop("tools/bench.py")] == 2 * ["sys.path"]
+    """In one place each. What bench, proxy, sample and the leak probe do for another train_gpt.py, for files
+    that old ones import beside them, and what the launcher's child does as Python would, apart."""
+    texts = {name_of(path): path.read_text(encoding="utf-8") for path in TOOLS}
+    found = {name: paths_beside_a_program(text) for name, text in texts.items()}
+    known = {"tools/dev/bench.py": 2, "tools/run/proxy.py": 1, "tools/run/sample.py": 2,
+             "tools/run/guard.py": 2, "records/verify/leak_probe.py": 1}
+    assert {name: len(found.pop(name)) for name in known} == known
     assert not any(found.values()), found
+    found = {name: without_head(text) for name, text in texts.items()}
+    assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_no_module_of_ours_by_a_bare_name(path):
+    assert bare_imports(path.read_text(encoding="utf-8")) == []
 
 
 def test_modules_of_records_do_nothing_when_imported():
     """What the leak probe does for companions of old scripts apart. Nor does any tool need the tests."""
-    packages = [path for path in sources("records") if path.parent != ROOT / "records"]
-    assert {path.parent.name for path in packages} == {"verify", "judge", "foreign", "show"}
+    packages = sources("records")
+    assert {path.parent.name for path in packages} == {"records", "verify", "judge", "foreign", "show"}
+    packages.remove(ROOT / "records/record.py")
     found = {name_of(path): acts_when_imported(path.read_text(encoding="utf-8")) for path in packages}
     (companions,) = found.pop("records/verify/leak_probe.py")
     assert companions.endswith("sys.path") and not any(found.values()), found

@@ -18,7 +18,6 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import prepare
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -26,9 +25,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fork_server
-import inputs
+from data import inputs, prepare
 from helpers import ROOT, sources
-from judge import runs
+from records.judge import runs
 from test_prepare import ODD, make_texts, read_documents, run, snapshot
 
 TEXTS = make_texts(300)
@@ -265,9 +264,9 @@ FORMS = {
 def test_every_form_has_the_documents_of_the_plain_file(tmp_path, plain, form):
     path = FORMS[form](tmp_path)
     if form == "pipe":      # it is read once, so what was copied is looked at
-        path = prepare.find_file(path)[0]
+        path = prepare.find_file(path).path
     elif form.startswith("pipe"):
-        path, kind = prepare.find_file(path)
+        path, kind = prepare.find_file(path)[:2]
         assert kind == "jsonl"
     assert seen(path) == plain
 
@@ -393,7 +392,7 @@ def test_parquet_of_the_hubs_cache(tmp_path):
         folder = hub_cache(as_text, write=write_table)(tmp_path / str(as_text))
         written(folder / "Thumbs.db", "x")
         for place in (folder, folder / "datasets--me--mine", folder / SNAPSHOT):
-            files = [path for path, _ in prepare.find_parquet([place])]
+            files = [file.path for file in prepare.find_parquet([place])]
             assert [path.name for path in files] == [f"train-{i:05d}-of-00003.parquet" for i in range(3)]
             prepared(tmp_path, place, flag="--parquet", more=["--force"])
             assert read_documents(tmp_path / "out", "toy", "train") == parts()[0] + parts()[1]
@@ -534,7 +533,7 @@ def test_every_input_of_data_and_records_goes_through_one_reader():
     assert [text for text in planted if not goes_around(text)] == []
     assert [text for text in fine if goes_around(text)] == []
     found = []
-    for path in sorted([*sources("data", "records"), ROOT / "tools/watch.py"]):
+    for path in sorted([*sources("data", "records"), ROOT / "tools/run/watch.py"]):
         if path.name != "inputs.py":
             text = path.read_text(encoding="utf-8")
             found += [f"{path.name}:{line} {name}" for line, name in goes_around(text)

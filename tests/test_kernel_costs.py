@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-import kernel_costs
-import static_gpu
 from helpers import ROOT
+from tools.gpu import kernel_costs
+from tools.gpu import static as static_gpu
 
 # As Inductor writes them: a copy of (512, 1024) in bytes, straight, transposed, and transposed in tiles
 STRAIGHT = """
@@ -175,7 +175,7 @@ STEP = """
 import json, os, sys
 import torch
 sys.path[:0] = sys.argv[1:2]
-import static_gpu
+from tools.gpu import static as static_gpu
 
 def transposing(x):
     return x.view(4096, 2048).t().contiguous() + 1
@@ -196,12 +196,20 @@ os._exit(0)
 """
 
 
+@pytest.mark.parametrize("markers, runs", [("quick", False), ("quick or static", True), ("static", True)])
+def test_what_needs_cuda_runs_where_it_is_named(markers, runs):
+    """The next test is quick, too, as all of this file are; without CUDA's libraries it would fail."""
+    words = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", markers, __file__]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert ("test_a_planted_transposing_kernel_is_named" in done.stdout) == runs, done.stdout + done.stderr
+
+
 @pytest.mark.static
 def test_a_planted_transposing_kernel_is_named(tmp_path):
     """By this torch's Inductor, which is told not to tile; a streaming kernel is not named."""
     library = static_gpu.build(tmp_path)
     env = static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path)
-    command = [sys.executable, "-c", STEP, str(ROOT / "tools")]
+    command = [sys.executable, "-c", STEP, str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.stdout, done.stderr[-2000:]
     found: dict = {}

@@ -6,7 +6,6 @@ import itertools
 import sys
 from dataclasses import replace
 from functools import partial
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
-from helpers import SCRIPT, TOY, fake_team, init_parameters, toy_config
+from helpers import SCRIPT, TOY, fake_run, init_parameters, toy_config
 from train_gpt import (
     RECIPES, Kernels, attention, choose_kernels, linear, lm_loss, preset_config, window_mask)
 
@@ -137,8 +136,10 @@ def test_each_recipe_s_blocks_make_one_product_of_them(preset):
         with torch.no_grad(), Products() as products:
             model.hidden(tokens, context)
         counted.append(len(products.shapes))
-    attending = [layer for layer in cfg.layers() if layer.window for _ in range(layer.passes)]
-    assert counted[0] - counted[1] == 2 * len(attending) > 0
+    attending = cfg.num_layers
+    if preset != "golf":
+        attending = sum(layer.passes for layer in cfg.layers() if layer.window)
+    assert counted[0] - counted[1] == 2 * attending > 0
 
 
 # ------------------------------------------------------------ masks and attention
@@ -246,197 +247,6 @@ def test_gpu_attention_equals_the_reference(window, with_documents, monkeypatch)
     torch.testing.assert_close(train_gpt.gpu_attention(q, k, v, mask), want, atol=1e-5, rtol=1e-4)
 
 
-class FlashStandIn:
-    """flash_attn.cute.interface of flash-attn-4 4.0.0b26 to b36, as far as it is used, by dense products:
-    (B, T, heads, width), or tokens of documents one after another, (n, heads, width), which begin and end at
-    cu_seqlens. It insists on what the library's code insists on."""
-
-    @classmethod
-    def _flash_attn_fwd(cls, q, k, v, *, return_lse, **options):
-        assert return_lse and not any([x.requires_grad for x in (q, k, v)])
-        parts = [cls.weights(*part, options) for part in cls.parts(q, k, options=options)]
-        values = [part for part, in cls.parts(v, options=options)]
-        outs = [torch.einsum("hqk,khd->qhd", weights, cls.repeated(value, q.size(-2)))
-                for (weights, _), value in zip(parts, values, strict=True)]
-        together, last = (torch.stack, 0) if q.dim() == 4 else (torch.cat, 1)
-        return together(outs), together([sums for _, sums in parts], last), None, None
-
-    @classmethod
-    def _flash_attn_bwd(cls, q, k, v, out, dout, lse, **options):
-        heads = q.size(-2)
-        assert q.size(-1) == v.size(-1) or k.size(-2) == heads, "GQA backward requires head_dim == head_dim_v"
-        assert out.shape == dout.shape == (*q.shape[:-1], v.size(-1)) and lse.dtype == torch.float32
-        assert lse.shape == (q.shape[:1] + q.shape[1:3][::-1] if q.dim() == 4 else q.shape[:2][::-1])
-        sums = lse.mT if q.dim() == 4 else lse.T
-        found = []
-        for q_, k_, v_, out_, dout_, sums_ in cls.parts(q, k, v, out, dout, sums[..., None], options=options):
-            scores = cls.scores(q_, k_, options)
-            weights = (scores - sums_[..., 0].T[..., None]).exp()
-            slope = torch.einsum("qhd,khd->hqk", dout_, cls.repeated(v_, heads))
-            slope = weights * (slope - (out_ * dout_).sum(-1).T[..., None])
-            dq = torch.einsum("hqk,khd->qhd", slope, cls.repeated(k_, heads))
-            dk = torch.einsum("hqk,qhd->khd", slope, q_)
-            dv = torch.einsum("hqk,qhd->khd", weights, dout_)
-            found.append((dq, *[x.unflatten(1, (k.size(-2), -1)).sum(2) for x in (dk, dv)]))
-        together = torch.stack if q.dim() == 4 else torch.cat
-        return tuple([together(column) for column in zip(*found)])
-
-    @staticmethod
-    def parts(*tensors, options):
-        """The rows, or the documents; empty ones left out."""
-        begins = options.get("cu_seqlens_q")
-        if begins is None:
-            assert tensors[0].dim() == 4 and "max_seqlen_q" not in options
-            return [*zip(*tensors)]
-        edges = begins.tolist()
-        assert begins.dtype == torch.int32 and begins.is_contiguous() and begins is options["cu_seqlens_k"]
-        assert edges[0] == 0 and edges[-1] == len(tensors[0]) and edges == sorted(edges)
-        spans = [slice(low, high) for low, high in zip(edges, edges[1:]) if low < high]
-        longest = max(span.stop - span.start for span in spans)
-        assert longest <= options["max_seqlen_q"] == options["max_seqlen_k"]
-        return [tuple([x[span] for x in tensors]) for span in spans]
-
-    @staticmethod
-    def repeated(x, heads):
-        return x.repeat_interleave(heads // x.size(1), 1)
-
-    @classmethod
-    def scores(cls, q, k, options):
-        assert options["causal"] and options["softmax_scale"] == 1.0
-        left = options.get("window_size_left")
-        right = options.get("window_size_right")
-        assert (left is None) == (right is None) and (left is None or left >= 0 == right)
-        scores = torch.einsum("qhd,khd->hqk", q, cls.repeated(k, q.size(1)))
-        place = torch.arange(len(q))
-        before = place[:, None] - place
-        seen = (before >= 0) & (before <= (len(q) if left is None else left))
-        return scores.masked_fill(~seen, -torch.inf)
-
-    @classmethod
-    def weights(cls, q, k, options):
-        scores = cls.scores(q, k, options)
-        return scores.softmax(-1), scores.logsumexp(-1)
-
-
-def by_flash(*args):
-    return train_gpt.flash_attention(*args, train_gpt.flash_operator(FlashStandIn))
-
-
-@pytest.fixture
-def flash(monkeypatch):
-    """flash("4.0.0b36") has that version of the package installed, on a Hopper; None: not."""
-
-    def install(version, capability=(9, 0)):
-        module = ModuleType("flash_attn.cute")
-        module.interface = FlashStandIn
-        monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-        monkeypatch.setitem(sys.modules, "flash_attn.cute", module if version else None)
-        versions = {"flash-attn-4": version or "4.0.0b36"}
-        monkeypatch.setattr(train_gpt, "package_version", lambda name: versions[name])
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-
-    return install
-
-
-@pytest.mark.parametrize("window, with_documents", [*WINDOWS, (511, False), (512, True)])
-def test_flash_attention_equals_the_reference(window, with_documents):
-    """Values and gradients, with fewer heads of keys, by a stand-in with the library's signature."""
-    T = 512
-    documents = two_rows(512) if with_documents else None
-    q, k, v = tensors(2, 4, 2, T, 16)
-    mask = train_gpt.flash_mask(window, T, documents, "cpu")
-    got = by_flash(q, k, v, mask)
-    want = attention(q, k, v, window_mask(window, T, documents, "cpu"))
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
-    side = torch.randn(want.shape, generator=torch.Generator().manual_seed(0))
-    for mine, exact in zip(*(torch.autograd.grad(y, (q, k, v), side) for y in (got, want))):
-        torch.testing.assert_close(mine, exact, atol=1e-4, rtol=1e-4)
-
-
-def test_flash_attention_of_compiled_steps_has_bounded_slots(compiling):
-    """As many entries as documents fit and no longer ones than there are; its backward pass has a block for
-    each of both, and more than 65,535 entries end the process. Values as before."""
-    T = 512
-    longest = 128
-    documents = torch.arange(2 * T).view(2, T) // 100
-    mask = train_gpt.flash_mask(200, T, documents, "cpu", longest=longest)
-    assert len(mask[1]) == 2 * 64 + 1 and mask[2] == longest
-    q, k, v = tensors(2, 4, 2, T, 16)
-    want = attention(q, k, v, window_mask(200, T, documents, "cpu"))
-    torch.testing.assert_close(by_flash(q, k, v, mask), want, atol=1e-5,
-                               rtol=1e-4)
-    assert [train_gpt.flash_slots(T) for T in (16_384, 32_768, 49_152)] == [64, 96, 128]
-
-
-def test_flash_attention_of_compiled_scoring_holds_any_documents(compiling):
-    """Rows of val may hold more documents than training rows, and longer ones: no step's bounds apply."""
-    T = 512
-    documents = torch.arange(2 * T).view(2, T) // 4     # 128 in a row
-    documents[1, 100:450] = 999
-    q, k, v = tensors(2, 4, 2, T, 16)
-    with torch.no_grad():
-        mask = train_gpt.flash_mask(200, T, documents, "cpu", longest=128)
-        want = attention(q, k, v, window_mask(200, T, documents, "cpu"))
-        torch.testing.assert_close(by_flash(q, k, v, mask), want, atol=1e-5,
-                                   rtol=1e-4)
-        for rows in (1, 3):
-            many = train_gpt.flash_mask(200, 262_144, torch.zeros(rows, 262_144), "cpu", longest=128)
-            assert len(many[1]) <= 65_535 and many[2] == 262_144
-
-
-@pytest.mark.parametrize("heads, widths, backend", [
-    ((4, 2), (64, 64), "aot_eager"), ((2, 2), (128, 128), "aot_eager"), ((2, 2), (96, 128), "aot_eager"),
-    ((4, 2), (96, 128), "aot_eager"), ((4, 2), (64, 64), "inductor")])
-def test_flash_attention_compiles_in_one_piece(heads, widths, backend):
-    """Heads of 64 with grouped queries, of 128, and 96 beside 128: with documents and a window, and dense.
-    Values and gradients as the reference has them."""
-    T = 128
-    draw = torch.Generator().manual_seed(0)
-    shapes = (heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1])
-    inputs = [(0.2 * torch.randn(2, T, H, D, generator=draw)).requires_grad_() for H, D in shapes]
-    documents = torch.arange(2 * T).view(2, T) // 50
-
-    def step(q, k, v, mask_of, kernel, window, documents):
-        mask = mask_of(window, T, documents, "cpu")
-        return kernel(*[x.transpose(1, 2) for x in (q, k, v)], mask).square().sum()
-
-    compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
-    kernel = partial(train_gpt.flash_attention, attend=train_gpt.flash_operator(FlashStandIn))
-    torch._dynamo.reset()
-    calls = [(40, documents), (T, None), (T, documents), (40, None)]
-    for window, its in calls[:2 if backend == "inductor" else 4]:
-        got, want = [[value, *torch.autograd.grad(value, inputs)] for value in (
-            compiled(*inputs, partial(train_gpt.flash_mask, longest=64), kernel, window, its),
-            step(*inputs, window_mask, attention, window, its))]
-        for mine, exact in zip(got, want, strict=True):
-            torch.testing.assert_close(mine, exact, atol=1e-4, rtol=1e-4)
-
-
-def test_flash_operators_are_as_torch_was_told():
-    """torch's own checks: schema, fake tensors, autograd."""
-    q, k, v = [x.detach().transpose(1, 2).requires_grad_() for x in tensors(2, 4, 2, 32, 16)]
-    begins = torch.tensor([0, 20, 40, 64, 64], dtype=torch.int32)
-    forward = train_gpt.flash_operator(FlashStandIn)
-    flat = [x.detach().flatten(0, 1).requires_grad_() for x in (q, k, v)]
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(forward, (q, k, v, None, 0, 5), test_utils=checks)
-    torch.library.opcheck(forward, (*flat, begins, 24, -1), test_utils=checks)
-
-
-@pytest.mark.parametrize("preset, times", [("speedrun", 1), ("speedrun_plus", 2), ("tiny", 0)])
-def test_flash_attention_is_told_of_the_longest_document(preset, times, flash):
-    """Twice as long where paired heads double a row; 0, the whole row, where documents are not cut. Other
-    packings fill rows with any number of documents."""
-    flash("4.0.0b36")
-    cfg = preset_config(preset, dict(sdpa_backend="flash4"))
-    mask = choose_kernels(cfg, True, lambda *lines: None).window_mask
-    assert mask.func is train_gpt.flash_mask and mask.keywords == dict(longest=times * cfg.document_limit())
-    assert bool(times) == bool(cfg.document_limit())
-    if times:
-        with pytest.raises(train_gpt.Refused, match="flash4 needs packing=documents"):
-            choose_kernels(replace(cfg, packing="spans"), True, lambda *lines: None)
-
-
 def test_no_cudnn_attention_with_a_mask(monkeypatch):
     """Its gradients have been NaN at some lengths. Without a mask torch may choose it."""
     backends = []
@@ -456,36 +266,16 @@ def test_no_cudnn_attention_with_a_mask(monkeypatch):
     assert backends[::2] == [True, False, False] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
-@pytest.mark.parametrize("preset, version, capability, settings, said", [
-    ("tiny", "4.0.0b25", (9, 0), {}, "flash-attn-4 4.0.0b25 is older than beta 26"),
-    ("golf", "4.0.0b9", (9, 0), {}, "flash-attn-4 4.0.0b9 is older than beta 26"),
-    ("golf", None, (9, 0), {}, "needs FlashAttention 4, but .*: install requirements-flash.txt"),
-    ("tiny", "4.0.0b26", (8, 9), {}, r"Hopper and Blackwell, .* here \(8, 9\)"),
-    ("golf", "4.0.0b26", (9, 0), dict(dtype="float32"), "flash4 has no float32"),
-    ("golf", "4.0.0b26", (9, 0), {}, None), ("tiny", "4.0.0b36", (10, 0), {}, None),
-    ("tiny", "4.0.0", (9, 0), {}, None)])
-def test_flash_attention_is_taken_as_asked_or_refused(preset, version, capability, settings, said, flash):
-    """In one sentence, where the GPU or the installed version cannot. The log tells which attention it is."""
-    flash(version, capability)
+@pytest.mark.parametrize("preset", RECIPES)
+def test_the_log_tells_which_attention_a_gpu_has(preset):
+    """golf and golf_plus have torch's, which needs no line."""
     lines = []
-    cfg = replace(preset_config(preset, dict(sdpa_backend="flash4")), **settings)
-    if said:
-        with pytest.raises(train_gpt.Refused, match=said):
-            choose_kernels(cfg, True, lines.append)
-        return
-    chosen = choose_kernels(cfg, True, lines.append)
-    assert chosen.attention.func is train_gpt.flash_attention and lines == ["attention: FlashAttention 4"]
-    assert (chosen.window_mask is None) == (preset == "golf")
-
-
-def test_attention_is_no_other_where_flash_attention_is_installed(flash):
-    """It is taken where sdpa_backend asks for it alone."""
-    flash("4.0.0b36")
-    for preset, said in (("golf", "torch's choice"),
-                         ("tiny", "flex; torch's where every token sees all tokens before it")):
-        lines = []
-        chosen = choose_kernels(preset_config(preset), True, lines.append)
-        assert lines == ["attention: " + said] and "flash" not in str(chosen)
+    chosen = preset_config(preset).attention_kernels(True, lines.append)
+    if preset in ("golf", "golf_plus"):
+        assert lines == [] and chosen == {}
+    else:
+        assert lines == ["attention: flex; torch's where every token sees all tokens before it"]
+        assert chosen["attention"] is train_gpt.gpu_attention
 
 
 @pytest.mark.parametrize("window, T, compiled", [(torch.tensor(100), 512, False), (100, 500, True),
@@ -638,7 +428,7 @@ def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, i
         if mine is not readable:
             replaced.add(name)
     windows = {"window", "window_mask"} if on_gpu and preset != "golf" else set()
-    attention = set() if on_gpu and preset == "golf" else {"attention"}     # there torch's choice
+    attention = set() if preset == "golf" else {"attention"}    # golf has torch's
     assert replaced == in_fp8 | {"loss"} | attention | windows
 
 
@@ -646,7 +436,7 @@ def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, i
 def test_without_triton_or_by_a_constant_the_loss_is_the_reference(triton, constant, monkeypatch):
     monkeypatch.setattr(train_gpt, "triton", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    cfg = replace(preset_config("golf"), triton_kernels=constant)
+    cfg = replace(preset_config("golf_plus"), triton_kernels=constant)
     assert choose_kernels(cfg, True, lambda line: None).loss is lm_loss
 
 
@@ -665,27 +455,21 @@ def test_a_small_vocabulary_takes_the_loss_of_inductor(preset, by_kernel, monkey
         assert getattr(loss, "keywords", {}) == (dict(row_losses=train_gpt.kernel_losses) if kernel else {})
 
 
-def test_rehearsal_compiles_the_optimizer_only_with_the_model(monkeypatch):
-    """COMPILE=0 leaves Adam eager; where the model cannot be compiled, neither is."""
-    compiled = []
-
-    def fail(*_):
-        raise RuntimeError("no compiler here")
-
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or fail)
+def test_compile_is_for_the_model_and_the_optimizer(monkeypatch):
+    """COMPILE=0 leaves both eager. On a CPU Muon gains nothing."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: ("compiled", function))
     for on in (False, True):
         cfg = RECIPES["golf"](**SMALL, num_kv_heads=1, compile=on)
-        lines = []
-        team = fake_team()
-        team.wait = lambda: None
-        team.dtype = torch.float32
         model = cfg.make_model(Kernels())
-        init_parameters(model, 0)
-        optimizer = cfg.optimizer()(model, cfg)
-        run = SimpleNamespace(cfg=cfg, model=model, optimizer=optimizer, micro=1, team=team, log=lines.append)
-        train_gpt.rehearse(run)
-        assert run.loss_fn is model and optimizer.adam_step == cfg.adam_step
-        assert len(lines) == on and (cfg.adam_step in compiled) == on
+        run = fake_run(cfg, model)
+        run.optimizer = cfg.optimizer()(model, cfg)
+        train_gpt.compile_step(run)
+        rules = run.optimizer.adam_step, run.optimizer.muon_step
+        if on:
+            assert run.loss_fn == ("compiled", model)
+            assert rules == (("compiled", cfg.adam_step), cfg.muon_step)
+        else:
+            assert run.loss_fn is model and rules == (cfg.adam_step, cfg.muon_step)
 
 
 def test_each_stage_has_one_context(train, monkeypatch):
@@ -699,7 +483,8 @@ def test_each_stage_has_one_context(train, monkeypatch):
 
     monkeypatch.setattr(train_gpt, "train_step", step)
     done = train(TOY, ITERATIONS="6", WINDOW_SCHEDULE="16,32", BATCH_SCHEDULE="1,2", VAL_LOSS_EVERY="2")
-    assert done.code == 0 and len(tables) == 6 and len({id(table) for table in tables}) == 2
+    assert done.code == 0 and len(tables) == 2 + 6      # the first two are of the warmup
+    assert len({id(table) for table in tables[2:]}) == 2
 
 
 # ------------------------------------------------------------ compiled, by a back end that only traces

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from judge import runs
+from records.judge import runs
 from test_inputs import ENCODINGS, encoded
 from test_record_stats import RULER, SOURCE, golf_log, speedrun_log
 

@@ -1,4 +1,4 @@
-"""tools/mutation.py on a toy script: what is caught, what survives, what hangs, what is not tried."""
+"""tools/dev/mutation.py on a toy script: what is caught, what survives, what hangs, what is not tried."""
 import ast
 import os
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT, wait_until
-from mutants import KINDS, Finder, draw
+from tools.dev.mutants import KINDS, Finder, draw
 
 # The loop sleeps, so that one without an end costs little
 SCRIPT = '''"""A toy."""
@@ -88,7 +88,7 @@ def root(tmp_path_factory):
 
 
 def command(root, *words):
-    return [sys.executable, str(ROOT / "tools" / "mutation.py"), "--root", str(root), "--target", "toy.py",
+    return [sys.executable, str(ROOT / "tools/dev/mutation.py"), "--root", str(root), "--target", "toy.py",
             "--patience", "10", "--jobs", "2", *words]
 
 
@@ -194,6 +194,23 @@ def test_an_interrupt_leaves_what_was_found(root, said, tmp_path):
     again = mutation(toy)
     assert [result for result, _ in outcomes(again).values()] == ["timeout"]
     assert "caught 8 of 13" in again
+
+
+def test_the_tests_of_a_copy_import_its_own_packages(tmp_path):
+    """Though mutation.py itself is in a package of the same name."""
+    for folder in ("tests", "tools/dev"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "toy.py").write_text("import sys\n\n\ndef double(x):\n    return 2 * x\n")
+    for name in ("tools/__init__.py", "tools/dev/__init__.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "tools/dev/own.py").write_text("import toy\n\n\ndef four_times(x):\n"
+                                               "    return toy.double(toy.double(x))\n")
+    (tmp_path / "tests/test_toy.py").write_text(
+        "import sys\nfrom pathlib import Path\n"
+        "sys.path.insert(0, str(Path(__file__).resolve().parent.parent))\n"
+        "from tools.dev import own\n\ndef test_four_times():\n    assert own.four_times(3) == 12\n")
+    found = outcomes(mutation(tmp_path))
+    assert found == {"return [2 -> 3] * x": ("caught", "test_four_times")}
 
 
 def test_tests_that_fail_without_a_change(tmp_path):

@@ -453,7 +453,7 @@ def test_banks_cover_the_model(world_size):
         assert rest.sum() + sum(before[name].numel() for name in bank.names) == bank.data.numel()
         for name in bank.names:
             p = dict(model.named_parameters())[name]
-            grad = bank.grads[bank.names.index(name)]
+            grad = bank.views(bank.grad)[bank.names.index(name)]
             assert torch.equal(p, before[name]) and p.storage_offset() == grad.storage_offset()
             for view, flat in ((p, bank.data), (grad, bank.grad)):
                 assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
@@ -478,17 +478,14 @@ def test_data_gradients_and_state_are_all_that_a_step_changes():
 
 
 def test_bf16_weights_have_fp32_masters():
-    """As on a GPU. The sums of the tables' gradients are bf16, too, others are not; steps are those of fp32
-    up to what bf16 gradients lose."""
+    """As on a GPU. Steps are those of fp32 up to what bf16 gradients lose."""
     model = randomised(SPEEDRUN)
     twin = randomised(SPEEDRUN)
     optimizer = Optimizer(model, SPEEDRUN, dtype=torch.bfloat16, muon_dtype=torch.float32)
     plain = Optimizer(twin, SPEEDRUN)
     before = values(twin)
     for bank in optimizer.banks:
-        table = kind_of(bank.names[0]) in ("embed", "value_embeds")
         assert bank.data.dtype == torch.bfloat16 and bank.master.dtype == torch.float32
-        assert bank.grad.dtype == (torch.bfloat16 if table else torch.float32), bank.names
     for step in range(4):
         take_step(model, optimizer, step)
         take_step(twin, plain, step)
@@ -519,13 +516,12 @@ def test_clipping_equals_torch(limit):
 
 # ------------------------------------------------------------ ranks
 def test_collectives_are_under_way_while_others_compute(monkeypatch):
-    """All gradients are sent at once, to the group that was given; a bank is updated as its own arrive, and
-    goes out as the next is."""
+    """All gradients are sent at once; a bank is updated as its own arrive, and goes out as the next is."""
     events = []
 
     class Job:
-        def __init__(self, kind, whole, group):
-            self.what = f"{kind} {len(whole)} {group}"
+        def __init__(self, kind, whole):
+            self.what = f"{kind} {len(whole)}"
             events.append(self.what)
 
         def wait(self):
@@ -535,107 +531,69 @@ def test_collectives_are_under_way_while_others_compute(monkeypatch):
         return lambda *args: events.append("update") or update(*args)
 
     def collective(kind):
-        return lambda output, given, group, async_op: Job(kind, max(output, given, key=len), group)
+        return lambda output, given, async_op: Job(kind, max(output, given, key=len))
 
     monkeypatch.setattr(train_gpt, "reduce_scatter", collective("reduce"))
     monkeypatch.setattr(train_gpt, "all_gather", collective("gather"))
     model = randomised(TINY)
-    optimizer = Optimizer(model, TINY, 0, 2, "G")
+    optimizer = Optimizer(model, TINY, 0, 2)
     optimizer.muon_step = noted(optimizer.muon_step)
     optimizer.adam_step = noted(optimizer.adam_step)
     optimizer.step(Schedule(1.0, 0.9))
-    sizes = [f"{len(bank.data)} G" for bank in optimizer.banks]
+    sizes = [len(bank.data) for bank in optimizer.banks]
     each = [[f"wait reduce {n}", "update", f"gather {n}"] for n in sizes]
     assert len(sizes) > 3 and events[:len(sizes) * 4] == [*[f"reduce {n}" for n in sizes], *sum(each, [])]
     assert {f"wait gather {n}" for n in sizes} <= {*events[len(sizes) * 4:]}
-    groups = []
-    monkeypatch.setattr(train_gpt, "all_reduce", lambda tensor, group: groups.append(group) or tensor)
-    Optimizer(model, replace(TINY, grad_clip_norm=1.0), 0, 2, "G").step(Schedule(1.0, 0.9))
-    assert groups == ["G"]
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_single_micro_steps_send_their_gradients_as_they_are(every, monkeypatch):
-    """In bf16, without a copy in fp32, also the sum of two steps for one update; what is sent is the same, to
-    the bit. Several micro-steps and three steps are summed in fp32; one rank needs no copy for others."""
+@pytest.mark.parametrize("world_size, most", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("every, micro_steps", [(1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (3, 1)])
+def test_gradients_add_up_in_fp32_unless_bf16_is_as_exact(every, micro_steps, world_size, most, monkeypatch):
+    """Of one gradient, and between ranks of two, whose sum is rounded once anyway; and those of the tables.
+    Where it is as exact, what is sent is the same as by a sum in fp32, to the bit."""
     sent = []
-    monkeypatch.setattr(train_gpt, "reduce_scatter", lambda _, whole, **__: sent.append(whole.clone()))
+    monkeypatch.setattr(train_gpt, "reduce_scatter", lambda _, whole, **__: sent.append(whole))
     cfg = with_rows(TINY, lambda row: row._replace(every=every))
     model = randomised(cfg)
-
-    def copied(world_size, *alone):
-        """{was the sum written?, for each bank with an fp32 sum} after an update by other gradients and the
-        steps of another."""
-        optimizer = Optimizer(model, cfg, 0, world_size, dtype=torch.bfloat16)
-        for step, single in enumerate((*alone, *alone)):
-            if step == len(alone):
-                for bank in optimizer.banks:
-                    bank.reduce(None)
-                    bank.clear()
-                    for grad in bank.grads:
-                        grad.fill_(7.0)
-                sent.clear()
-            add_gradients(optimizer, some_gradients(model, step), single)
-        for bank in optimizer.banks:
-            bank.reduce(None)
-        wide = [bank for bank in optimizer.banks if bank.grad.dtype == torch.float32]
-        assert {bank.row.optimizer for bank in wide} == {"muon", "adam"}
-        return {bool((bank.grads[0] != 7).any()) for bank in wide}
-
-    assert copied(2, *[True] * every) == {every == 3}
-    as_they_are = [*sent]
-    assert copied(2, *[False] * every) == {True} == copied(1, *[True] * every)
-    assert {whole.dtype for whole in as_they_are} == {torch.bfloat16}
-    assert copied(2, *[False] * every) and all(map(torch.equal, as_they_are, sent)) and len(sent) > 3
-    # a stage with more micro-steps begins between two steps of one update
-    assert copied(2, True, False) == {True} and len(sent) > 3
-    after_one = [*sent]
-    assert copied(2, False, False) == {True} and all(map(torch.equal, after_one, sent))
+    optimizer = Optimizer(model, cfg, 0, world_size, dtype=torch.bfloat16)
+    gradients = [some_gradients(model, n) for n in range(every * micro_steps)]
+    for gradient in gradients:
+        add_gradients(optimizer, gradient, micro_steps)
+    for bank in optimizer.banks:
+        table = bank.row.group in ("embed", "value_embed")
+        exact = every * micro_steps <= most
+        assert bank.grad.dtype == (torch.bfloat16 if table or exact else torch.float32), bank.names
+        kept = bank.views(bank.grad)
+        sent.clear()
+        bank.reduce()
+        if world_size > 1:
+            whole, = sent
+            assert whole.dtype == torch.bfloat16
+            kept = bank.views(whole)
+        for name, mine in zip(bank.names, kept):
+            if exact or not table:
+                total = sum(gradient[name].bfloat16().float() for gradient in gradients)
+                assert torch.equal(mine, total.to(mine.dtype)), name
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_step_of_one_micro_step_says_so(parts, monkeypatch):
+def test_a_step_tells_how_many_micro_steps_it_has(parts):
     """train_step() to Optimizer.backward()."""
     said = []
-    optimizer = SimpleNamespace(backward=lambda loss, alone: said.append(alone), step=lambda *_: None)
+    optimizer = SimpleNamespace(backward=lambda loss, micro_steps: said.append(micro_steps),
+                                step=lambda *_: None)
     batch = (torch.zeros(4, 8), torch.zeros(4, 8))
     schedule = Schedule(1.0, 0.9)
     train_gpt.train_step(lambda *_: torch.zeros(()), optimizer, batch, 4 // parts, (), 1.0, schedule)
-    assert said == [parts == 1] * parts
+    assert said == [parts] * parts
 
 
-def test_collectives_of_a_step_run_once_before_the_clock(monkeypatch):
-    """connect() has them all, with their sizes, dtypes and group, so that NCCL makes no connection later; it
-    changes neither weights nor gradients."""
-    seen = set()
-
-    def collective(kind):
-        def run(output, given, group, async_op=False):
-            whole = max(output, given, key=len)
-            seen.add((kind, len(whole), whole.dtype, group))
-            return SimpleNamespace(wait=lambda: None)
-        return run
-
-    def all_reduce(tensor, op="SUM", group=None):
-        seen.add(("all", tensor.device.type, group))
-        return tensor
-
-    for name in ("reduce_scatter", "all_gather"):
-        monkeypatch.setattr(train_gpt, name, collective(name))
-    monkeypatch.setattr(train_gpt, "all_reduce", all_reduce)
-    cfg = replace(TINY, grad_clip_norm=1.0)
-    model = randomised(cfg)
-    optimizer = Optimizer(model, cfg, 0, 2, "G", dtype=torch.bfloat16)
-    add_gradients(optimizer, some_gradients(model, 0))
-    before = [tensor.clone() for bank in optimizer.banks for tensor in (bank.data, bank.grad, bank.master)]
-    optimizer.connect()
-    after = [tensor for bank in optimizer.banks for tensor in (bank.data, bank.grad, bank.master)]
-    assert all(map(torch.equal, before, after))
-    connected = seen
-    seen = set()
-    optimizer.step(Schedule(1.0, 0.9))
-    assert {kind for kind, *_ in seen} == {"reduce_scatter", "all_gather", "all"}
-    assert len(seen) > 3 and seen <= connected
+@pytest.mark.parametrize("preset", train_gpt.RECIPES)
+def test_the_warmup_updates_every_bank(preset):
+    """So that each rule is compiled and each collective has its connection before the clock starts."""
+    cfg = train_gpt.preset_config(preset)
+    every = max(row.every for row in cfg.parameter_table().values())
+    assert max(cfg.warmup_steps, len(cfg.stages())) >= every
 
 
 RANK_CONFIGS = [
@@ -646,21 +604,19 @@ RANK_CONFIGS = [
 
 def rank_main(folder, rank, world_size):
     """One rank of test_ranks_equal_one_process: ten steps of each config, then its weights go to a file."""
-    group = None
     if world_size > 1:
         place = f"file://{folder}/meet{world_size}"
         torch.distributed.init_process_group("gloo", place, rank=rank, world_size=world_size)
-        group = torch.distributed.new_group()
     for i, cfg in enumerate(RANK_CONFIGS):
         model = randomised(cfg)
-        optimizer = Optimizer(model, cfg, rank, world_size, group)
+        optimizer = Optimizer(model, cfg, rank, world_size)
         for step in range(10):  # each rank has another gradient; their mean is the same for any world_size
             gradients = some_gradients(model, step)
             factor = 2 * (rank + 1) / (world_size + 1)
             micro = 1 if step in (2, 3, 5, 8) else 2  # both steps of an update, its second, its first
             for _ in range(micro):
                 parts = [(p * gradients[name]).sum() for name, p in model.named_parameters()]
-                optimizer.backward(sum(parts) * factor / micro, micro == 1)
+                optimizer.backward(sum(parts) * factor / micro, micro)
             optimizer.step(Schedule(1 - 0.05 * step, 0.9))
         padding = sum(float(bank.data[outside(model, bank)].abs().sum()) for bank in optimizer.banks)
         torch.save((values(model), padding), f"{folder}/{world_size}_{rank}_{i}.pt")
@@ -784,20 +740,20 @@ def test_muon_momentum():
 
 
 def test_the_table_of_stages():
-    """Several entries make equal stages of golf's single row; one entry serves every stage. Other columns are
+    """Several entries make equal stages of gpt2's single row; one entry serves every stage. Other columns are
     in test_speedrun.py."""
     def rows(**columns):
-        stages = replace(GOLF, **columns).stages()
-        return [(stage.batch_tokens // GOLF.train_batch_tokens, stage.row_tokens // GOLF.train_seq_len)
+        stages = replace(GPT2, **columns).stages()
+        return [(stage.batch_tokens // GPT2.train_batch_tokens, stage.row_tokens // GPT2.train_seq_len)
                 for stage in stages]
 
     three = dict(batch_schedule=(1, 2, 3))
     assert rows() == [(1, 1)] and rows(**three) == [(1, 1), (2, 1), (3, 1)]
     assert rows(**three, seq_schedule=(1, 2, 3)) == [(1, 1), (2, 2), (3, 3)]
     assert rows(batch_schedule=(6,), seq_schedule=(1, 2)) == [(6, 1), (6, 2)]
-    with pytest.raises(Refused, match="seq_schedule=1,2: golf has 3 stages"):
+    with pytest.raises(Refused, match="seq_schedule=1,2: gpt2 has 3 stages"):
         rows(**three, seq_schedule=(1, 2))
-    cfg = replace(GOLF, **three)
+    cfg = replace(GPT2, **three)
     progress = (0, 0.33, 1 / 3, 0.34, 0.66, 2 / 3, 0.67, 1)
     stages = [train_gpt.stage_at(cfg, part) for part in progress]
     assert [cfg.stages().index(stage) for stage in stages] == [0, 0, 1, 1, 1, 2, 2, 2]
@@ -806,15 +762,16 @@ def test_the_table_of_stages():
 
 
 @pytest.mark.parametrize("cfg, iterations, extension, stages", [
-    (GOLF, 7, 0, 3), (GOLF, 1, 0, 3), (GOLF, 7, 2, 3), (SPEEDRUN, 10, 3, 4), (SPEEDRUN, 2, 1, 4),
+    (GPT2, 7, 0, 3), (GPT2, 1, 0, 3), (SPEEDRUN, 7, 2, 4), (SPEEDRUN, 10, 3, 4), (SPEEDRUN, 2, 1, 4),
     (SPEEDRUN, 9, 0, 4)])
 def test_stage_steps_are_where_the_loop_changes(cfg, iterations, extension, stages):
     """Parts of iterations; in speedrun the extension is the last stage."""
-    cfg = replace(cfg, iterations=iterations, extension_iterations=extension, max_wallclock_seconds=0.0,
-                  batch_schedule=tuple(range(1, stages + 1)))
+    more = dict(extension_iterations=extension) if cfg.preset == "speedrun" else {}
+    cfg = replace(cfg, iterations=iterations, max_wallclock_seconds=0.0,
+                  batch_schedule=tuple(range(1, stages + 1)), **more)
     progress = [cfg.progress(step, 0) for step in range(train_gpt.total_steps(cfg))]
     found = [train_gpt.stage_at(cfg, part).batch_tokens // cfg.train_batch_tokens for part in progress]
     edges = [*(stage.first_step for stage in cfg.stages()), iterations + extension]
     assert found == [i for i, (a, b) in enumerate(zip(edges, edges[1:]), 1) for _ in range(a, b)]
     assert train_gpt.planned_tokens(cfg) == cfg.train_batch_tokens * sum(found)
-    assert cfg.preset == "golf" or edges[-2] == iterations
+    assert cfg.preset == "gpt2" or edges[-2] == iterations

@@ -13,14 +13,14 @@ from collections import Counter
 from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
-import prepare
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import sentencepiece as spm
 
-from helpers import train_tokenizer
-from test_prepare import ODD, SCRIPT, make_texts, read_documents, run, run_killed, snapshot, write_jsonl
+from data import inputs, prepare
+from helpers import ROOT, train_tokenizer
+from test_prepare import ODD, make_texts, read_documents, run, run_killed, snapshot, write_jsonl
 
 VAL_BYTES = 6000
 SHARD_TOKENS = 3000
@@ -105,7 +105,7 @@ def test_what_is_kept(whole, texts, tmp_path):
     side = "datasets/toy/document_hashes.bin"
     assert other[side] == files[side] and other["tokenizers/toy.model"] == files["tokenizers/toy.model"]
     other = json.loads(other["datasets/toy/manifest.json"])
-    assert {key for key in manifest if manifest[key] != other[key]} == {"files", "source"}
+    assert {key for key in manifest if manifest[key] != other[key]} == {"dropped", "files", "source"}
 
 
 def test_tokens_are_those_of_encode(whole, texts):
@@ -152,7 +152,7 @@ def test_rows_are_read_in_batches(tmp_path, monkeypatch):
     path = write_parquet(tmp_path / "a.parquet", ["x" * 1000 + str(i) for i in range(8000)], rows=10_000)
     monkeypatch.setattr(prepare, "PARQUET_ROWS", 10)
     tracemalloc.start()
-    count = sum(1 for _ in prepare.documents([(path, "parquet")], Counter()))
+    count = sum(1 for _ in prepare.documents([prepare.Input(path, "parquet")], Counter()))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 8000 and peak < 1_500_000
@@ -281,7 +281,7 @@ def test_documents_longer_than_a_shard(command, tmp_path, monkeypatch):
 def test_two_at_once(command, tmp_path):
     partial = tmp_path / "datasets" / ".toy.partial"
     partial.mkdir(parents=True)
-    with prepare.locked(partial):
+    with inputs.locked(partial):
         assert "another process" in run(*command, expect=2)
     run(*command)
 
@@ -290,8 +290,8 @@ def test_two_at_once(command, tmp_path):
 
 def test_workers_end_with_their_parent():
     job = "import time; print('up', flush=True); time.sleep(1e6)"
-    code = f"import prepare; next(prepare.parallel_map(exec, [({job!r},)] * 9, 2))"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=SCRIPT.parent, stdout=subprocess.PIPE,
+    code = f"from data import prepare; next(prepare.parallel_map(exec, [({job!r},)] * 9, 2))"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
                                text=True)
     assert sorted(process.stdout.read(6)) == sorted("up\n" * 2)     # of both, in any order
     process.kill()

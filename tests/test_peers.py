@@ -1,4 +1,4 @@
-"""tools/peers.py: compressors alone and primed, trials on train documents, the table, a run that goes on."""
+"""tools/dev/peers.py: compressors alone and primed, trials on train documents, the table, resumed runs."""
 import json
 import lzma
 import re
@@ -10,9 +10,9 @@ import pytest
 import sentencepiece as spm
 
 import fork_server
-import peers
 import train_gpt
 from helpers import ROOT, library_documents, run_cli, tokens_of, train_tokenizer, write_dataset
+from tools.dev import peers
 
 MEGABYTES = "2"
 TOY = ["DEVICE=cpu", "DTYPE=float32", "COMPILE=0", "WARMUP_STEPS=0", "NUM_LAYERS=2", "MODEL_DIM=32",
@@ -232,7 +232,7 @@ def test_refused(bench):
              "tiny"),
             (["MATRIX_RL=1"], "MATRIX_RL is no constant"), (["SEED=3"], "SEED is set for each peer"),
             (["tiny"], "tiny is no NAME=value"), (["--seeds=0"], "--seeds 0: at least 1"),
-            (["--text=nowhere"], "no train and val shards at ")]:
+            (["--text=nowhere"], "no shards at 'nowhere'")]:
         code, rows, _, err = bench(*words)
         assert code == 2 and not rows and err.startswith(f"bench --peers: {sentence}"), err
 
@@ -240,6 +240,6 @@ def test_refused(bench):
 def test_the_command(small, tmp_path):
     """As run.sh calls it."""
     words = ["--peers", "--only", "xz", "--text", "data/datasets/small", f"--json={tmp_path}/rows.json"]
-    done = run_cli(small[0], *words, script=ROOT / "tools/bench.py")
+    done = run_cli(small[0], *words, script=ROOT / "tools/dev/bench.py")
     assert done.code == 0 and "\n| xz | " in done.out, done.err
-    assert "--tune" in run_cli(small[0], "--peers", "--help", script=ROOT / "tools/bench.py").out
+    assert "--tune" in run_cli(small[0], "--peers", "--help", script=ROOT / "tools/dev/bench.py").out

@@ -1,8 +1,8 @@
-"""The three later records at toy size from end to end: rehearsal, stages, artifact, a kill and a resume, two
+"""The three later records at toy size from end to end: warmup, stages, artifact, a kill and a resume, two
 ranks, a compiled step. That their arithmetic is right: test_golden.py and test_model.py."""
 import os
 import subprocess
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,14 +10,15 @@ import torch.nn.functional as F
 
 import fork_server
 import train_gpt
-from helpers import ROOT, TOY, add_gradients, calibrated, init_parameters, slow_but, toy_config, toy_of
+from helpers import (
+    ROOT, TOY, add_gradients, calibrated, fake_run, init_parameters, slow_but, toy_config, toy_of)
 from test_speedrun_plus import randomised, small, some_tokens
-from train_gpt import preset_config, read_checkpoint
+from train_gpt import preset_config, read_file
 
 SHORT = dict(
-    SAMPLE_TOKENS="0", VAL_TOKENS="1500", ITERATIONS="12", EXTENSION_ITERATIONS="0", TRAIN_LOG_EVERY="1",
+    VAL_TOKENS="1500", ITERATIONS="12", EXTENSION_ITERATIONS="0", TRAIN_LOG_EVERY="1",
     VAL_LOSS_EVERY="0", SAVE_EVERY="2", VOCAB_SIZE="512", WARMUP_STEPS="0", TOKENIZER_PATH="",
-    VAL_BATCH_SIZE="2048", SAMPLE="")
+    VAL_BATCH_SIZE="2048")
 SMALL = TOY | SHORT | dict(WINDOW_BLOCK="4")
 GAMES = {
     "gpt2_plus": toy_of("gpt2_plus", **SHORT) | dict(
@@ -69,7 +70,7 @@ def test_a_run_killed_and_resumed(game, go, whole):
 @pytest.mark.parametrize("game", slow_but(["golf_plus"], GAMES))
 def test_two_ranks_end_as_one_does(game, go, whole):
     """But golf_plus, whose ranks draw from shards of their own."""
-    settings = GAMES[game] | ({"PACKING": "spans"} if game == "golf_plus" else {})
+    settings = GAMES[game] | ({"PACKING": "rows"} if game == "golf_plus" else {})
     alone = whole(settings)
     two = go(settings | {"SAVE_EVERY": "0"}, ranks=2)
     assert two.codes == [0, 0], two.err
@@ -192,8 +193,7 @@ def test_scales_of_fp8_in_a_run_on_other_ranks(go, whole):
     """Two ranks have scales of their own; a run that goes on with one takes the largest of them."""
     killed = go(GAMES["speedrun_plus"], fault="kill@step:7", ranks=2)
     assert killed.met
-    checkpoint, _ = read_checkpoint(killed.folder)     # between two renames checkpoint_prev.pt alone is there
-    stored = checkpoint["state"]["fp8 scales"]
+    stored = read_file(killed.folder / "checkpoint.pt")["state"]["fp8 scales"]
     assert stored.shape == (2, 11, 3) and not torch.equal(stored[0], stored[1])
     done = go({}, resume=killed.run_id)
     assert done.code == 0 and done.result["resumed"], done.err
@@ -205,15 +205,15 @@ import os, sys
 import torch
 import train_gpt
 from helpers import calibrated, init_parameters, toy_config
-cfg = toy_config(sys.argv[1], "golf_plus", packing="spans", num_layers=2, loop_layers=(0,),
+cfg = toy_config(sys.argv[1], "golf_plus", packing="rows", num_layers=2, loop_layers=(0,),
                  gptq_batches=int(sys.argv[2]))
 team = train_gpt.Team(cfg, os.environ)
 data = train_gpt.open_data(cfg, lambda *_: None)
 model = cfg.make_model(train_gpt.Kernels())
 init_parameters(model, 1)
-calibrated(cfg, model, data, team)
+hessians = calibrated(cfg, model, data, team)
 if team.rank == 0:
-    torch.save(model.hessians, sys.argv[3])
+    torch.save(hessians, sys.argv[3])
 """
 
 
@@ -242,7 +242,7 @@ def test_golf_plus_calibrates_on_all_ranks(tiny_data, tmp_path):
                                                 (1e-3, 0.0, 7)])
 def test_golf_plus_calibration_ends_in_time(seconds, cap, made, tiny_data, monkeypatch, capsys):
     """With fewer batches, which the log says: it counts as training. Without a cap all runs are alike."""
-    cfg = toy_config(tiny_data, "golf_plus", packing="spans", num_layers=1, loop_layers=(0,), gptq_batches=7,
+    cfg = toy_config(tiny_data, "golf_plus", packing="rows", num_layers=1, loop_layers=(0,), gptq_batches=7,
                      gptq_seconds=seconds, max_wallclock_seconds=cap)
     model = cfg.make_model(train_gpt.Kernels())
     init_parameters(model, 1)
@@ -258,7 +258,7 @@ def test_golf_plus_calibration_ends_in_time(seconds, cap, made, tiny_data, monke
 
 def test_golf_plus_calibration_ends_with_the_slowest_rank(tiny_data, monkeypatch):
     """All ranks stop at the same batch, else one would wait for the others without end."""
-    cfg = toy_config(tiny_data, "golf_plus", packing="spans", num_layers=1, loop_layers=(0,), gptq_batches=7,
+    cfg = toy_config(tiny_data, "golf_plus", packing="rows", num_layers=1, loop_layers=(0,), gptq_batches=7,
                      gptq_seconds=1e6, max_wallclock_seconds=588.0)
     model = cfg.make_model(train_gpt.Kernels())
     init_parameters(model, 1)
@@ -274,7 +274,7 @@ def test_golf_plus_calibration_ends_with_the_slowest_rank(tiny_data, monkeypatch
 def test_golf_plus_rounds_on_the_device(tiny_data, monkeypatch):
     """Hessians stay where they were summed, and GPTQ goes there: on one core it takes minutes. As a CPU has
     no other device, tensors without numbers stand for those of a GPU."""
-    cfg = toy_config(tiny_data, "golf_plus", packing="spans", num_layers=1, loop_layers=(0,), gptq_batches=1)
+    cfg = toy_config(tiny_data, "golf_plus", packing="rows", num_layers=1, loop_layers=(0,), gptq_batches=1)
     model = cfg.make_model(train_gpt.Kernels())
     init_parameters(model, 1)
     data = train_gpt.open_data(cfg, lambda *_: None)
@@ -304,19 +304,25 @@ def test_golf_plus_compresses_at_most_twice(monkeypatch):
     draw = torch.Generator().manual_seed(0)
     for p in model.parameters():        # heavy tails, so that steps twice as wide cost less than a bit
         p.data = torch.randn(p.shape, generator=draw) * torch.rand(p.shape, generator=draw) ** 3
-    whole = len(train_gpt.pack_artifact(model))
+    monkeypatch.setattr(train_gpt, "script_source", lambda: bytes(50))
+    whole = len(cfg.pack(fake_run(cfg, model)))
     real = train_gpt.shuffle_and_compress
     for part in (0.99, 0.9):
         calls = []
         monkeypatch.setattr(train_gpt, "shuffle_and_compress", lambda raw: calls.append(1) or real(raw))
         limit = round(part * whole)
-        packed = train_gpt.fitting_artifact(model, limit, lambda *_: None)
+        limited = replace(cfg, artifact_bytes_limit=limit + 50)
+        packed = limited.pack(fake_run(limited, model))
         assert 0.98 * limit < len(packed) <= limit and len(calls) == 2, (part, len(packed) / limit)
 
 
 def test_an_artifact_that_fills_the_limit_fits(monkeypatch):
-    """To the byte; a byte more, and the steps stay as they were."""
-    monkeypatch.setattr(train_gpt, "pack_artifact", lambda model, coarser=1.0: bytes(round(1200 / coarser)))
-    model = SimpleNamespace(cfg=SimpleNamespace(wider_steps=lambda *_: 4))
-    for limit, size in [(300, 300), (299, 1200), (1200, 1200), (0, 1200)]:
-        assert len(train_gpt.fitting_artifact(model, limit, lambda *_: None)) == size
+    """To the byte, with the script; a byte more, and the steps stay as they were."""
+    monkeypatch.setattr(train_gpt, "script_source", lambda: bytes(50))
+    monkeypatch.setattr(train_gpt, "pack_artifact", lambda model, options: bytes(round(
+        1200 / options("embed")["coarser"])))
+    monkeypatch.setattr(train_gpt.GolfPlus, "compress", lambda cfg, raw: raw)
+    monkeypatch.setattr(train_gpt.GolfPlus, "wider_steps", lambda *_: 4)
+    for limit, size in [(350, 300), (349, 1200), (1250, 1200), (0, 1200)]:
+        cfg = preset_config("golf_plus", dict(gptq_batches=0, artifact_bytes_limit=limit))
+        assert len(cfg.pack(fake_run(cfg))) == size

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 
 import train_gpt
 from helpers import ROOT, SCRIPT, TOY, library_documents, slow, slow_but, tokens_of, write_dataset
-from judge import runs, trials
-from judge.runs import Point
-from show import board
+from records.judge import runs, trials
+from records.judge.runs import Point
+from records.show import board
+from records.verify import checks, evidence, folders, leak_probe, new_record, replay, rules, scripts, source
 from test_record_stats import FAKE, edit, failed_rules, forked_programs
-from verify import checks, evidence, folders, leak_probe, new_record, replay, rules, scripts, source
 
 RECORDS = sorted((ROOT / "records" / "track_tiny").iterdir())
 BASELINE = next(path for path in RECORDS if path.name.endswith("_Baseline"))
@@ -97,7 +97,6 @@ def train_toys(root, data, settings):
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        patch.setattr(train_gpt, "plot_curves", lambda *_: None)
         for run_id, values in settings.items():
             assert train_gpt.main([], values | {"RUN_ID": run_id}) == 0
     torch.set_num_threads(threads)
@@ -426,8 +425,7 @@ def test_rules_agree_with_the_trainer():
 
 
 # ------------------------------------------------------------ new, from toy runs
-SETTINGS = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1", SAMPLE_TOKENS="0", VAL_TOKENS="0",
-                      EVAL_SLIDING="32")
+SETTINGS = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1", VAL_TOKENS="0", EVAL_SLIDING="32")
 THREE = ("logs/a0", "logs/a1", "logs/a2")
 
 
@@ -873,7 +871,7 @@ def test_the_probe_tries_every_alignment_and_window_edge():
 def planted(tmp_path, code):
     """train_gpt.py with code added before it starts."""
     text = SCRIPT.read_text()
-    start = 'if __name__ == "__main__":\n    sys.stdout'
+    start = 'if __name__ == "__main__":\n    sys.exit(main('
     assert text.count(start) == 1
     (tmp_path / "train_gpt.py").write_text(text.replace(start, f"_log_probs = log_probs\n{code}\n{start}"))
     return tmp_path / "train_gpt.py"
@@ -1019,9 +1017,25 @@ def test_what_ends_a_run():
                   step_ms=dict(p50=100, p95=100, max=100), resumed=False, setup_ms=0, compile_ms=0,
                   train_time_ms=1000, process_ms=2000, tok_per_s=100)
     evidence.check_end("train.log", "result.json", steps, result, [10])
-    for stop in ("target", "wallclock_cap"):
+    for stop in ("target", "wallclock_cap", "max_epochs"):
         with pytest.raises(checks.Broken, match=f"stop_reason is '{stop}', with max_wallclock_seconds=0"):
             evidence.check_end("train.log", "result.json", steps, result | dict(stop_reason=stop), [10])
+
+
+def test_a_run_ends_with_its_epochs():
+    """Under a cap, and after no more tokens than those epochs have."""
+    steps = [evidence.Step(10, 20, "val", 3.0, None, 1000, 100.0, None, None)]
+    result = dict(config=dict(max_wallclock_seconds="9", max_epochs="2"), stop_reason="max_epochs", steps=10,
+                  tokens=100, step_ms=dict(p50=100, p95=100, max=100), resumed=False, setup_ms=0,
+                  compile_ms=0, train_time_ms=1000, process_ms=2000, tok_per_s=100,
+                  data=dict(train_tokens=50))
+    evidence.check_end("train.log", "result.json", steps, result, [10])
+    result["data"]["train_tokens"] = 49
+    with pytest.raises(checks.Broken, match="tokens is 100, max_epochs=2 of the text are 98"):
+        evidence.check_end("train.log", "result.json", steps, result, [10])
+    result["config"]["max_epochs"] = "0"
+    with pytest.raises(checks.Broken, match="stop_reason is 'max_epochs', with .* max_epochs=0"):
+        evidence.check_end("train.log", "result.json", steps, result, [10])
 
 
 def test_an_artifact_from_elsewhere_has_the_stated_size(monkeypatch, tmp_path):

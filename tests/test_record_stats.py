@@ -1,19 +1,23 @@
 """records/: foreign logs as they are, statistics, audits, comparisons. The logs are made here."""
 
+import argparse
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
 import fork_server
+from records import record
 from helpers import ROOT
-from judge import runs, trials
-from verify import folders, new_record
+from records.judge import runs, trials
+from records.verify import folders, new_record
 
 RULER = "=" * 100
 GPUS = "\n".join(f"|   {i}  NVIDIA H100 80GB HBM3   On  |   00000000:{i}9:00.0 Off |" for i in range(8))
@@ -295,11 +299,12 @@ def test_memory_stays_under_500_mb(tmp_path):
         top + "step:1/2160 train_time:61ms step_avg:61.00ms\n" * ((12 << 20) // 45) + last + end)
     sizes = [(tmp_path / name / "x.txt").stat().st_size for name in ("small", "big")]
     # VmHWM is of this program; getrusage would count what the process was before it, too
-    program = ("import sys, record\nfor path in sys.argv[1:]:\n    code = record.main(['stats', path])\n"
+    program = ("import sys\nfrom records import record\n"
+               "for path in sys.argv[1:]:\n    code = record.main(['stats', path])\n"
                "    lines = open('/proc/self/status').read().splitlines()\n"
                "    print(code, next(line.split()[1] for line in lines if line.startswith('VmHWM')))")
     command = [sys.executable, "-c", program, tmp_path / "small", tmp_path / "big"]
-    done = subprocess.run(command, cwd=ROOT / "records", capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = re.findall(r"^(\d) (\d+)$", done.stdout, re.M)
     assert [code for code, _ in found] == ["0", "0"], done.stderr
     small, big = (int(kib) / 1024 for _, kib in found)
@@ -526,6 +531,61 @@ def test_bad_questions_are_refused_before_anything_trains(
     code, _, err = tool(*(fake if word == "FAKE" else word for word in words))
     assert code == 2 and sentence in err and err.count("\n") == 1
     assert "FAKE" in words or not (tmp_path / "logs").exists()
+
+
+def test_each_option_has_a_line(capsys, monkeypatch):
+    """`record COMMAND --help` says what the command does, and what each of its options is for."""
+    told = {}
+    add_argument = argparse.ArgumentParser.add_argument
+
+    def listening(parser, *flags, **settings):
+        told[parser.prog.split()[-1], flags] = settings.get("help", "")
+        return add_argument(parser, *flags, **settings)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "add_argument", listening)
+    monkeypatch.setenv("COLUMNS", "500")
+    with pytest.raises(SystemExit):
+        record.parse(["--help"])
+    names = {name for name, _ in told} - {"record"}
+    assert names == {*re.findall(r"/run\.sh record (\w+)", capsys.readouterr().out)} - {"COMMAND"}
+    for name in names:
+        with pytest.raises(SystemExit) as done:
+            record.parse([name, "--help"])
+        out = capsys.readouterr().out
+        assert done.value.code == 0 and len(out.split("\n\n")[1].split()) > 5
+        for (command, flags), line in told.items():
+            assert command != name or len(line.split()) > 2 and line in out, f"{name} {flags}"
+
+
+@pytest.mark.parametrize("words", [
+    ("stats", "logs"), ("noise", "logs"), ("plot", "logs/a"), ("compare", "logs/a", "logs/b"), ("try", "A=1"),
+    ("compare", "--run", "FAKE", "FAKE", "-n", 2), ("rank", "A=1"), ("board", "--html"), ("export", "a"),
+    ("ablate", "a"), ("new", "--name", "x", "--blurb", "x", "logs/a"), ("check", "logs/a"),
+    ("compare", "A", "B", "--out", "logs/x.png")])
+def test_a_link_to_nowhere_is_named(tool, fake, tmp_path, words):
+    """logs leads to a disk that is not mounted: no command trains, passes it over, or says `File exists`."""
+    (tmp_path / "logs").symlink_to("/no/such/disk")
+    for name, losses in (("A", LOSSES[:2]), ("B", EARLIER[2:4])):
+        speedrun_logs(tmp_path / name, losses, TIMES[:2])
+    code, _, err = tool(*(fake if word == "FAKE" else word for word in words))
+    assert code == 2 and "logs is a link to /no/such/disk, where nothing is" in err and err.count("\n") == 1
+
+
+def test_logs_may_lie_on_another_disk(tool, fake, tmp_path):
+    """Runs, pictures and a board, where logs and what is written into are links to another file system."""
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no second file system here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as disk:
+        for name in ("logs", "mine"):
+            (Path(disk) / name).mkdir()
+            (tmp_path / name).symlink_to(Path(disk) / name)
+        words = ("compare", "--run", fake, f"MATRIX_LR=0.01 {fake}", "-n", 5, "--out", "mine/curves.png")
+        assert "verdict: better" in tool(*words)[1] and len([*Path(disk, "logs").iterdir()]) == 10
+        assert tool("board", "--html", "logs", "--out", "mine/board.html")[0] == 0
+        links = re.findall(r'href="([^"]+train.log)"', (tmp_path / "mine/board.html").read_text())
+        # as a browser finds them, which takes .. off the address
+        found = [Path(os.path.normpath(tmp_path / "mine" / link)) for link in links]
+        assert len(found) == 10 and all(path.is_file() for path in found)
 
 
 def test_plot_draws_foreign_logs(tool, speedrun, tmp_path):

@@ -1,24 +1,19 @@
-"""run.sh: what it refuses, and what it hands on. The interpreter is a stub that notes its arguments."""
+"""run.sh: the environment that it sets up, and the program that each of its words starts. The interpreter is
+a stub that notes its arguments."""
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from helpers import wait_until
+from tools.dev import test as test_command
+
 ROOT = Path(__file__).resolve().parent.parent
-GOLF = "data/datasets/fineweb10B_sp1024/manifest.json"
-EMBEDDED = "data/datasets/embedded/manifest.json"
-WATCH = "tools/watch.py stub "        # what shows a run
-ASKED = "train_gpt.py --preset=gpt2 --dry-run"      # is this machine up to it?
-# golf trains with a script of its recipe alone
-MADE = "tools/script.py golf"
-GOLF_SCRIPT = "logs/.script/golf/train_gpt.py"
-GOLF_PLAN = "train_gpt.py --preset=golf --dry-run"  # the script has none
-PLUS = ["tools/script.py golf_plus", "train_gpt.py --preset=golf_plus --dry-run",
-        "logs/.script/golf_plus/train_gpt.py --preset=golf_plus"]
 
 
 @pytest.fixture
@@ -39,25 +34,14 @@ def program(folder, name, body):
 
 
 def run(folder, *args, **env):
-    """-> (exit code, stderr, the stub's calls, those of tools/watch.py as what it runs)"""
+    """-> (exit code, stderr, the stub's calls)"""
     (folder / "calls").unlink(missing_ok=True)
     done = subprocess.run(["bash", "run.sh", *args], cwd=folder, capture_output=True, text=True, timeout=60,
                           env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder)} | env)
     calls = folder / "calls"
     calls = calls.read_text().splitlines() if calls.exists() else []
-    calls = [call.removeprefix(WATCH) for call in calls if not call.endswith("-V")]    # which Python it is
+    calls = [call for call in calls if not call.endswith("-V")]    # which Python it is
     return done.returncode, done.stderr.strip(), calls
-
-
-def sees_gpus(folder, count):
-    """The stub's torch sees so many."""
-    program(folder, "stub", f'case "$*" in *device_count*) echo {count};; *) echo "$*" >> calls;; esac')
-
-
-def have(folder, *files):
-    for file in files:
-        (folder / file).parent.mkdir(parents=True)
-        (folder / file).write_text("{}")
 
 
 def refused(folder, words, *args, **env):
@@ -72,41 +56,9 @@ def test_static_tests_run_with_a_cuda_build(folder):
     program(folder, "stub", 'echo "$0 $*" >> calls; case "$*" in "-m venv .venv-static") '
                             'mkdir -p .venv-static/bin; cp bin/stub .venv-static/bin/python;; esac')
     called = run(folder, "test", "-m", "static")[2][-1]
-    assert called.endswith(".venv-static/bin/python -m pytest -q -m static")
-    assert run(folder, "test", "-k", "x")[2][-1].endswith(".venv/bin/python -m pytest -q -k x")
-
-
-def test_a_run_sorts_without_avx512_on_amd_unless_told_otherwise(folder):
-    """The trainer reads it when it imports numpy; an empty one leaves numpy as it is."""
-    have(folder, EMBEDDED)
-    program(folder, "stub", 'echo "[$NPY_DISABLE_CPU_FEATURES] $*" >> calls')
-    for vendor, given, found in (("AuthenticAMD", {}, "[AVX512F]"), ("GenuineIntel", {}, "[]"),
-                                 ("AuthenticAMD", {"NPY_DISABLE_CPU_FEATURES": ""}, "[]"),
-                                 ("AuthenticAMD", {"NPY_ENABLE_CPU_FEATURES": "AVX512F"}, "[]"),
-                                 ("AuthenticAMD", {"NPY_DISABLE_CPU_FEATURES": "AVX2"}, "[AVX2]")):
-        program(folder, "grep", f'[ "$2" = {vendor} ]')
-        for words in ([], ["bench"]):
-            code, err, calls = run(folder, *words, PYTHON="stub", **given)
-            assert code == 0 and calls[-1].split()[0] == found, (err, calls)
-
-
-@pytest.mark.parametrize("given, found", [
-    ({}, "expandable_segments:True"), (dict(PYTORCH_ALLOC_CONF=""), ""),
-    (dict(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64"), "")])
-def test_memory_of_the_gpu_report_grows_in_segments_unless_told_otherwise(given, found, folder):
-    program(folder, "stub", 'echo "[$PYTORCH_ALLOC_CONF] $*" >> calls')
-    code, err, calls = run(folder, "gpu-report", "--toy", PYTHON="stub", **given)
-    assert code == 0 and calls[-1] == f"[{found}] tools/gpu_report.py --toy", (err, calls)
-
-
-def test_a_proxy_takes_one_gpu_and_the_embedded_text(folder):
-    """It is trained by train_gpt.py itself; a text of one's own is left alone."""
-    program(folder, "nvidia-smi", "exit 0")
-    sees_gpus(folder, 8)
-    calls = run(folder, "golf", "--proxy=128", PYTHON="stub")[2]
-    assert calls == ["data/prepare.py", "tools/proxy.py --preset=golf --proxy=128"]
-    calls = run(folder, "golf", "--proxy", "DATA_PATH=mine", PYTHON="stub")[2]
-    assert calls == ["tools/proxy.py --preset=golf --proxy --data-path=mine"]
+    assert called.endswith(".venv-static/bin/python tools/dev/test.py -m static")
+    assert run(folder, "test", "-k", "x")[2][-1].endswith(".venv/bin/python tools/dev/test.py -k x")
+    assert run(folder, "data", "static")[2][-1].endswith(".venv/bin/python data/download.py static")
 
 
 def test_no_such_interpreter(folder):
@@ -118,7 +70,7 @@ def test_an_old_interpreter_of_ones_own(folder):
         program(folder, "old", f'[ "$1" = -V ] && echo Python {version} || echo "$*" >> calls')
         refused(folder, ["3.11", f"PYTHON=old is Python {version}"], "setup", PYTHON="old")
     program(folder, "new", '[ "$1" = -V ] && echo Python 3.14.0 || echo "$*" >> calls')
-    assert run(folder, "depths", PYTHON="new") == (0, "", ["tools/depths.py"])
+    assert run(folder, "depths", PYTHON="new") == (0, "", ["tools/dev/depths.py"])
 
 
 def test_a_home_that_cannot_be_written(folder):
@@ -144,18 +96,16 @@ def test_no_venv_module(folder):
 
 
 def test_no_network_for_the_install(folder):
-    program(folder, "python3", 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; '
-                               'printf "#!/bin/bash\\necho no route >&2; exit 1" > .venv/bin/python; '
-                               'chmod +x .venv/bin/python;; esac')
-    refused(folder, ["network", ".venv/install.log"], "setup")
-    assert "no route" in (folder / ".venv/install.log").read_text()
+    program(folder, "python3", INSTALLS)
+    program(folder, "stub", 'case "$*" in *install.py*) echo "run.sh: no network" >&2; exit 2;; esac')
+    refused(folder, ["no network"], "setup")
     assert not (folder / ".venv/installed.txt").exists()
 
 
 def test_an_installation_is_made_once(folder):
     program(folder, "python3", 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; '
                                'cp bin/stub .venv/bin/python;; esac')
-    pip, ready, imports = (f"tools/install.py {words}requirements.txt"
+    pip, ready, imports = (f"tools/run/install.py {words}requirements.txt"
                            for words in (".venv/", "--ready ", "--imports "))
     assert run(folder, "setup") == (0, "", [pip, imports])
     assert run(folder, "setup") == (0, "", [ready])
@@ -166,9 +116,9 @@ def test_an_installation_is_made_once(folder):
                             'mkdir -p .venv-static/bin; cp bin/stub .venv-static/bin/python;; esac')
     shutil.copy(folder / "bin/stub", folder / ".venv/bin/python")
     calls = run(folder, "static", "golf")[2]
-    assert calls[-3:] == [pip.replace(".venv", ".venv-static"), imports, "tools/static_gpu.py golf"]
+    assert calls[-3:] == [pip.replace(".venv", ".venv-static"), imports, "tools/gpu/static.py golf"]
     assert (folder / ".venv-static/requirements.txt").read_text() == "torch===2.13.0\nnumpy\n"
-    assert run(folder, "static")[2] == [ready, ready, "tools/static_gpu.py"]
+    assert run(folder, "static")[2] == [ready, ready, "tools/gpu/static.py"]
 
 
 INSTALLS = 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; cp bin/stub .venv/bin/python;; esac'
@@ -199,15 +149,6 @@ def test_an_old_driver_does_not_matter_to_an_interpreter_of_ones_own(folder):
     assert run(folder, "depths", PYTHON="stub")[0] == 0
 
 
-def test_amd_s_gpus_are_counted_by_torch(folder):
-    """Where its driver is, whatever nvidia-smi says."""
-    have(folder, GOLF)
-    sees_gpus(folder, 2)
-    assert "torch.distributed" not in run(folder, "golf", PYTHON="stub", KFD="/nowhere")[2][-1]
-    calls = run(folder, "golf", PYTHON="stub", KFD="/dev/null")[2]
-    assert "torch.distributed.run --standalone --nproc_per_node=2" in calls[-1]
-
-
 @pytest.mark.parametrize("checkout", ["my own code", "it's", 'say "a"', "(a)&b"])
 def test_a_path_with_spaces_or_quotes(checkout, folder):
     """torch's compiler is called with paths that have none; nobody else's link is used."""
@@ -219,7 +160,6 @@ def test_a_path_with_spaces_or_quotes(checkout, folder):
     program(home, "python3", 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; '
                              'cp bin/stub .venv/bin/python;; esac')
     program(home, "stub", 'echo "$*" >> calls; echo "$0" >> ran')
-    have(home, EMBEDDED)
     (folder / "code").symlink_to(home)
 
     def ran(place, temporary):
@@ -239,155 +179,12 @@ def test_a_path_with_spaces_or_quotes(checkout, folder):
     assert ran(home, folder) == home / ".venv/bin/python"
 
 
-def test_missing_data_is_made_then_trained_on(folder):
-    """The trainer runs once: it prints the plan itself, where it is the whole file."""
-    assert run(folder, PYTHON="stub") == (0, "", ["data/prepare.py", "train_gpt.py"])
-    for words, env in ((["golf"], {}), (["--preset=golf"], {}), ([], {"PRESET": "golf"})):
-        calls = run(folder, *words, PYTHON="stub", **env)[2]
-        assert calls[0] == MADE and calls[1].startswith(GOLF_SCRIPT) and calls[1].endswith("--dry-run")
-        assert calls[2] == "data/download.py sp1024 -n 80"
-    assert run(folder, "golf_plus", PYTHON="stub")[2][:3] == [
-        PLUS[0], PLUS[2] + " --dry-run", "data/download.py sp8192 -n 128"]
-    for preset, source in (("gpt2", "fineweb-edu"), ("gpt2_plus", "climbmix")):
-        fetched = [f"data/download.py {source}", "data/download.py core"]
-        assert run(folder, preset, PYTHON="stub")[2][1:3] == fetched
-    have(folder, EMBEDDED, GOLF, "data/datasets/climbmix/manifest.json", "data/core_bundle/core.yaml")
-    have(folder, "data/datasets/fineweb_edu/manifest.json", "data/datasets/fineweb10B_sp8192/manifest.json")
-    for args in ((), ("golf",), ("golf_plus",), ("gpt2",), ("gpt2_plus",)):
-        calls = run(folder, *args, PYTHON="stub", DEVICE="cpu")[2]
-        if args == ("golf",):
-            assert calls == [MADE, GOLF_PLAN, f"{GOLF_SCRIPT} --preset=golf"]
-        elif args == ("golf_plus",):
-            assert calls == PLUS
-        else:
-            assert len(calls) == 1 and calls[0].startswith("train_gpt.py")
-
-
-def test_a_word_that_is_no_preset_is_refused_once(folder):
-    program(folder, "stub", 'echo "$*" >> calls; echo "train_gpt: no preset" >&2; exit 2')
-    code, err, calls = run(folder, "bord", PYTHON="stub")
-    assert (code, err, len(calls)) == (2, "train_gpt: no preset\nrun.sh: ./run.sh help lists its commands", 1)
-
-
-def test_a_game_for_gpus_is_refused_before_its_data_are_fetched(folder):
-    program(folder, "stub", 'echo "$*" >> calls; case "$*" in *--dry-run) echo "machine: takes a GPU";; esac')
-    code, err, calls = run(folder, "gpt2", PYTHON="stub")
-    assert (code, err, calls) == (2, "run.sh: takes a GPU", [ASKED])
-    assert run(folder, "gpt2", "DEVICE=cpu", PYTHON="stub")[2][0] == "data/download.py fineweb-edu"
-    program(folder, "nvidia-smi", "echo 'GPU 0: x'")
-    program(folder, "stub", 'case "$*" in *device_count*) echo 1;; *) echo "$*" >> calls;; esac')
-    assert run(folder, "gpt2", PYTHON="stub")[2][0] == "data/download.py fineweb-edu"
-
-
-def test_own_data_is_not_prepared(folder):
-    mine = "train_gpt.py --data-path=data/datasets/mine"
-    assert run(folder, "DATA_PATH=data/datasets/mine", PYTHON="stub")[2] == [mine]
-    assert run(folder, PYTHON="stub", DATA_PATH="data/datasets/mine")[2] == ["train_gpt.py"]
-
-
-@pytest.mark.parametrize("flag", ["--dry-run", "DRY_RUN=1", "--dry-run=True", "--help"])
-def test_a_plan_needs_no_data(folder, flag):
-    code, _, calls = run(folder, "gpt2", flag, PYTHON="stub")
-    assert code == 0 and len(calls) == 1 and calls[0].startswith("train_gpt.py --preset=gpt2 --")
-
-
-def test_a_plan_by_the_environment(folder):
-    assert run(folder, "gpt2", PYTHON="stub", DRY_RUN="1")[2] == ["train_gpt.py --preset=gpt2"]
-    fetches = "data/download.py fineweb-edu"
-    assert run(folder, "gpt2", "--device=cpu", PYTHON="stub", DRY_RUN="0")[2][0] == fetches
-    assert run(folder, "gpt2", "--device=cpu", "--dry-run=0", PYTHON="stub")[2][0] == fetches
-
-
-def test_a_resumed_run_keeps_its_preset(folder):
-    """Its script and its GPUs, whatever the command says; no data are fetched. A proxy stays on one GPU."""
-    have(folder, "logs/old/train.log")
-    program(folder, "nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'")
-    sees_gpus(folder, 2)
-    log = folder / "logs/old/train.log"
-    log.write_text("a script\nconfig preset=golf\nconfig seed=1\nconfig preset=tiny\n")
-    launched = f"-m torch.distributed.run --standalone --nproc_per_node=2 {GOLF_SCRIPT}"
-    assert run(folder, PYTHON="stub", RESUME="old")[2] == [MADE, f"{GOLF_SCRIPT} --dry-run", launched]
-    assert run(folder, "--resume=old", PYTHON="stub")[2][-1] == f"{launched} --resume=old"
-    (folder / "train_gpt.py").write_text("whole")
-    (folder / "logs/old/train_gpt.py").write_text("whole")
-    calls = run(folder, PYTHON="stub", RESUME="old")[2]
-    assert calls == ["train_gpt.py --dry-run", launched.replace(GOLF_SCRIPT, "train_gpt.py")]
-    log.write_text("config preset=speedrun\nconfig device=cpu\n")
-    assert run(folder, PYTHON="stub", RESUME="old")[2] == ["train_gpt.py"]
-    log.write_text("proxy model_dim=32: the width\nconfig preset=golf\n")
-    assert run(folder, PYTHON="stub", RESUME="old")[2] == ["train_gpt.py"]
-    assert run(folder, PYTHON="stub", RESUME="none")[2] == ["train_gpt.py"]
-
-
-def test_a_preset_trains_by_a_script_of_its_recipe_where_that_is_asked_for(folder):
-    """A resumed run goes on with what it began with; plans are those of the whole file, as proxies are."""
-    have(folder, EMBEDDED, "logs/old/train_gpt.py")
-    made = "tools/script.py tiny"
-    plan = "train_gpt.py --dry-run"
-    own = "logs/.script/tiny/train_gpt.py"
-    assert run(folder, "--script", PYTHON="stub") == (0, "", [made, plan, own])
-    calls = run(folder, "tiny", "--script", "MATRIX_LR=0.02", PYTHON="stub")[2]
-    flags = "--preset=tiny --matrix-lr=0.02"
-    assert calls == [made, f"train_gpt.py {flags} --dry-run", f"{own} {flags}"]
-    assert run(folder, "--script", "--dry-run", PYTHON="stub")[2] == ["train_gpt.py --dry-run"]
-    refused(folder, ["--script", "proxies"], "speedrun", "--script", "--proxy=64", PYTHON="stub")
-    for first, calls in (("the recipe tiny alone, made by `./run.sh script tiny`.", [made, own]),
-                         ("train a GPT", ["train_gpt.py"])):
-        (folder / "logs/old/train_gpt.py").write_text(f'"""train_gpt: {first}\n')
-        assert run(folder, PYTHON="stub", RESUME="old")[2] == calls
-
-
-def test_data_that_cannot_be_made_end_it(folder):
-    program(folder, "stub", 'echo "$*" >> calls; exit 4')
-    assert run(folder, PYTHON="stub") == (4, "", ["data/prepare.py"])
-
-
-def test_settings_become_flags(folder):
-    have(folder, EMBEDDED)
-    calls = run(folder, "tiny", "MATRIX_LR=0.02", "SAMPLE=a b=c", "--compile", PYTHON="stub")[2]
-    assert calls[-1] == "train_gpt.py --preset=tiny --matrix-lr=0.02 --sample=a b=c --compile"
-
-
-def test_every_gpu_is_used(folder):
-    """But one for tiny, whose step is one row."""
-    have(folder, EMBEDDED, GOLF)
-    program(folder, "nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'; echo 'GPU 2: x'")
-    launched = "-m torch.distributed.run --standalone --nproc_per_node={} " + GOLF_SCRIPT + " --preset=golf"
-    for seen, visible in ((3, {}), (2, dict(CUDA_VISIBLE_DEVICES="GPU-5ab1,GPU-77c0")), (1, {}), (0, {})):
-        sees_gpus(folder, seen)
-        assert run(folder, "golf", PYTHON="stub", **visible)[2][-1] == (
-            launched.format(seen) if seen > 1 else f"{GOLF_SCRIPT} --preset=golf")
-        assert run(folder, PYTHON="stub", **visible)[2][-1] == "train_gpt.py"
-    sees_gpus(folder, 3)
-    calls = run(folder, "golf", "--device=cpu", PYTHON="stub")[2]
-    assert calls[0] == MADE and calls[2:] == [f"{GOLF_SCRIPT} --preset=golf --device=cpu"]
-
-
-def test_what_cannot_be_fetched(folder):
-    """Without data there is no run; without CORE's tasks there is one."""
-    program(folder, "stub", 'echo "$*" >> calls; case "$*" in *fineweb-edu) exit 3;; *core) exit 1;; esac')
-    assert run(folder, "gpt2", PYTHON="stub") == (3, "", [ASKED, "data/download.py fineweb-edu"])
-    have(folder, "data/datasets/fineweb_edu/manifest.json")
-    code, _, calls = run(folder, "gpt2", PYTHON="stub")
-    assert code == 0 and calls[1] == "data/download.py core" and calls[-1] == "train_gpt.py --preset=gpt2"
-
-
-def test_a_run_is_watched_a_plan_is_not(folder):
-    have(folder, EMBEDDED)
-    program(folder, "stub", 'echo "$LOGGER|$*" >> calls')
-    calls = run(folder, "LOGGER=wandb", "--seed=1", PYTHON="stub")[2]
-    assert calls == [f"wandb|{WATCH}train_gpt.py --seed=1"]
-    assert run(folder, "--dry-run", PYTHON="stub")[2] == ["|train_gpt.py --dry-run"]
-
-
-def test_uv_installs_where_there_is_one(folder):
+def test_uv_makes_the_environment_where_there_is_one(folder):
     program(folder, "python3", "exit 0")
-    program(folder, "uv", 'echo "uv $*" >> calls; [ "$1" != venv ] || { mkdir -p .venv/bin; '
-                          'cp bin/stub .venv/bin/python; }')
+    program(folder, "uv", 'echo "uv $*" >> calls; mkdir -p .venv/bin; cp bin/stub .venv/bin/python')
     assert run(folder, "setup") == (0, "", [
-        "uv venv -q --clear --python python3 .venv",
-        "uv pip install --python .venv/bin/python -r .venv/requirements.txt",
-        "tools/install.py --imports requirements.txt"])
+        "uv venv -q --clear --python python3 .venv", "tools/run/install.py .venv/requirements.txt",
+        "tools/run/install.py --imports requirements.txt"])
 
 
 # Python's own venv, without pip; what is called in it is noted
@@ -413,27 +210,21 @@ def interpreter_of_no_kind(folder):
     path.chmod(0o755)
 
 
-def folder_is_a_dangling_link(folder):
-    shutil.rmtree(folder / ".venv")
-    (folder / ".venv").symlink_to(folder / "elsewhere")
-
-
 BROKEN = {
     "its interpreter is gone": interpreter_gone,
     "no interpreter": lambda folder: shutil.rmtree(folder / ".venv/bin"),
     "an interpreter that does not run": interpreter_of_no_kind,
-    "a link to nowhere": folder_is_a_dangling_link,
     "a package is gone": lambda folder: (folder / "torch").write_text("gone")}
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_an_environment_that_broke_is_made_again(case, folder):
     program(folder, "python3", VENV)
-    (folder / "tools").mkdir()
-    (folder / "tools/install.py").write_text(NOTED)
+    (folder / "tools/run").mkdir(parents=True)
+    (folder / "tools/run/install.py").write_text(NOTED)
     (folder / "torch").write_text("there")
     words = [".venv/", "--imports ", "--ready "]
-    install, imports, ready = (f"tools/install.py {word}requirements.txt" for word in words)
+    install, imports, ready = (f"tools/run/install.py {word}requirements.txt" for word in words)
     assert run(folder, "setup") == (0, "", [install, imports])
     assert run(folder, "setup") == (0, "", [ready])
     BROKEN[case](folder)
@@ -442,6 +233,18 @@ def test_an_environment_that_broke_is_made_again(case, folder):
     assert subprocess.run([folder / ".venv/bin/python", "-c", ""]).returncode == 0
     (folder / "torch").write_text("there")
     assert run(folder, "setup") == (0, "", [ready])
+
+
+def test_an_environment_that_is_a_link(folder):
+    """To a folder elsewhere it is followed; to nowhere, such as a disk that is not there, it is a
+    sentence."""
+    program(folder, "python3", INSTALLS)
+    (folder / ".venv").symlink_to(folder / "elsewhere/venv")
+    refused(folder, [f".venv is a link to nowhere ({folder}/elsewhere/venv)", "remove the link"], "setup")
+    assert (folder / ".venv").is_symlink() and not (folder / "elsewhere").exists()
+    (folder / "elsewhere/venv").mkdir(parents=True)
+    assert run(folder, "setup")[0] == 0
+    assert (folder / "elsewhere/venv/installed.txt").exists()
 
 
 def test_a_file_in_the_environments_place(folder):
@@ -500,7 +303,7 @@ def test_a_clone_has_the_same_bytes(setting, tmp_path):
     source = tmp_path / "source"
     clone = tmp_path / "clone"
     files = ["run.sh", ".gitattributes", "requirements.txt", "docs/loss.png", "tests/golden/golf.npz",
-             ".ci/run", "records/track_tiny/2026-11-21_Baseline/final_model.int8.ptz", "tools/watch.py"]
+             ".ci/run", "records/track_tiny/2026-11-21_Baseline/final_model.int8.ptz", "tools/run/watch.py"]
     for file in files:
         (source / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, source / file)
@@ -512,7 +315,7 @@ def test_a_clone_has_the_same_bytes(setting, tmp_path):
     assert subprocess.run(["./run.sh", "help"], cwd=clone, capture_output=True).returncode == 0
 
 
-# ---------------------------------------------------------------- tools/install.py
+# ---------------------------------------------------------------- tools/run/install.py
 PIP = """
 import json, os, sys
 if sys.argv[1:] == ["config", "list"]:
@@ -533,7 +336,7 @@ def pip(tmp_path):
     def called(configuration="", **variables):
         (tmp_path / "pip.conf").write_text(configuration)
         env = {name: text for name, text in os.environ.items() if not name.startswith("PIP_")}
-        subprocess.run([sys.executable, ROOT / "tools/install.py", "r.txt"], cwd=tmp_path, check=True,
+        subprocess.run([sys.executable, ROOT / "tools/run/install.py", "r.txt"], cwd=tmp_path, check=True,
                        env=env | variables | dict(PYTHONPATH=str(tmp_path)))
         return json.loads((tmp_path / "pip.json").read_text())
     return called
@@ -577,75 +380,124 @@ def test_ready_is_what_can_be_imported(wanted, ready, imports, tmp_path):
     (tmp_path / "damaged.py").write_text("raise OSError('libcudart.so is cut\\nand more')")
     (tmp_path / "r.txt").write_text(wanted)
     for word, said in (("--ready", ready), ("--imports", imports)):
-        command = [sys.executable, ROOT / "tools/install.py", word, tmp_path / "r.txt"]
+        command = [sys.executable, ROOT / "tools/run/install.py", word, tmp_path / "r.txt"]
         done = subprocess.run(command, text=True, capture_output=True,
                               env=os.environ | dict(PYTHONPATH=str(tmp_path)))
         assert (done.returncode, done.stdout.strip()) == (1 if said else 0, said)
 
 
-def test_no_room_for_the_install(folder):
-    program(folder, "python3", "exit 0")
-    program(folder, "uv", '[ "$1" = venv ] && mkdir -p .venv/bin || { echo No space left on it; exit 1; }')
-    refused(folder, ["disk is full"], "setup")
-    program(folder, "uv", "exit 1")
-    refused(folder, ["could not create .venv"], "setup")
+PIP_FAILS = "import sys\nif 'install' in sys.argv:\n    sys.exit('{}')\n"
+
+
+@pytest.mark.parametrize("words, said", [
+    ("OSError: No space left on device", "run.sh: the disk is full: env takes some gigabytes\n"),
+    ("no route", "run.sh: requirements.txt could not be installed: is there a network? env/install.log has "
+                 "the details\n")])
+def test_an_install_that_fails(words, said, tmp_path):
+    """... is a sentence, and what pip said is kept."""
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip/__init__.py").touch()
+    (tmp_path / "pip/__main__.py").write_text(PIP_FAILS.format(words))
+    (tmp_path / "env").mkdir()
+    env = dict(PATH="/usr/bin:/bin", PYTHONPATH=str(tmp_path))
+    done = subprocess.run([sys.executable, ROOT / "tools/run/install.py", "env/r.txt"], cwd=tmp_path, env=env,
+                          text=True, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+    assert words in (tmp_path / "env/install.log").read_text()
+
+
+def test_uv_installs_where_there_is_one(folder):
+    """Into the environment of the interpreter that runs install.py."""
+    program(folder, "uv", 'echo "$*" > calls; echo quiet')
+    done = subprocess.run([sys.executable, ROOT / "tools/run/install.py", "r.txt"], cwd=folder, text=True,
+                          capture_output=True, env=dict(PATH=f"{folder / 'bin'}:/usr/bin:/bin"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (folder / "calls").read_text() == f"pip install --python {sys.executable} -r r.txt\n"
+
+
+@pytest.mark.parametrize("how", ["TERM", "HUP", "the end of run.sh"])
+def test_an_installation_ends_with_run_sh(how, folder):
+    """Nothing goes on fetching gigabytes."""
+    program(folder, "python3", INSTALLS)
+    program(folder, "uv", "exit 0")
+    program(folder, "stub", f'exec {sys.executable} "$@"')
+    (folder / "tools/run").mkdir(parents=True)
+    shutil.copy(ROOT / "tools/run/install.py", folder / "tools/run")
+    program(folder, "uv", '[ "$1" = pip ] || { mkdir -p .venv/bin; cp bin/stub .venv/bin/python; exit; }\n'
+                          "echo $$ > uv; exec sleep 600")
+    process = subprocess.Popen(["bash", "run.sh", "setup"], cwd=folder, stdout=subprocess.DEVNULL,
+                               env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder)})
+    wait_until(lambda: (folder / "uv").exists() and (folder / "uv").read_text().strip())
+    uv = int((folder / "uv").read_text())
+    if how == "the end of run.sh":
+        process.kill()
+    else:
+        installer = int(Path(f"/proc/{uv}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(installer, getattr(signal, f"SIG{how}"))
+    code = process.wait(60)
+    assert code == (-9 if how == "the end of run.sh" else 130)
+    cmdline = Path(f"/proc/{uv}/cmdline")       # of a zombie it is empty
+    wait_until(lambda: not cmdline.exists() or not cmdline.read_bytes())
 
 
 def test_help_names_the_data(folder):
     done = subprocess.run(["bash", "run.sh", "--help"], cwd=folder, capture_output=True, text=True)
     lines = done.stdout.splitlines()
-    words = "sp1024", "climbmix", "core", "depths", "gpu-report", "PYTHON="
-    assert len(lines) == 11 and all(word in done.stdout for word in words)
+    words = "sp1024", "climbmix", "core", "depths", "gpu-report", "sample RUN", "PYTHON="
+    assert len(lines) == 12 and all(word in done.stdout for word in words)
 
 
 @pytest.mark.parametrize("code", [1, 2])
-def test_the_exit_code_is_the_trainers(folder, code):
-    have(folder, EMBEDDED)
+def test_the_exit_code_is_the_programs(folder, code):
     program(folder, "stub", f'echo "$*" >> calls; exit {code}')
-    assert run(folder, PYTHON="stub") == (code, "", ["train_gpt.py"])
+    assert run(folder, PYTHON="stub") == (code, "", ["tools/run/launch.py"])
 
 
-def test_a_refusal_comes_before_torchrun(folder):
-    """Torchrun would make another exit code of it. On the way the plan is printed only if the run itself has
-    none."""
-    have(folder, GOLF, EMBEDDED)
-    program(folder, "nvidia-smi", "echo 'GPU 0: x'; echo 'GPU 1: x'")
-    two = 'case "$*" in *device_count*) echo 2; exit;; esac; '
-    program(folder, "stub", two + 'echo "$*" >> calls; echo a plan; case "$*" in *--dry-run) exit 2;; esac')
-    assert run(folder, "golf", PYTHON="stub") == (2, "", [MADE, GOLF_PLAN])
-    refused = ["train_gpt.py --preset=speedrun --data-path=x --dry-run"]
-    assert run(folder, "speedrun", "--data-path=x", PYTHON="stub") == (2, "", refused)
-    program(folder, "stub", two + 'case "$*" in *script.py*) ;; *--dry-run) echo a plan ;; *) echo a run ;; '
-                                  'esac')
-    for words, printed in ((["golf"], "a plan\na run\n"), (["speedrun", "--data-path=x"], "a run\n")):
-        done = subprocess.run(["bash", "run.sh", *words], cwd=folder, capture_output=True, text=True,
-                              timeout=60, env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PYTHON": "stub"})
-        assert (done.returncode, done.stdout) == (0, printed)
-
-
-def test_a_script_is_all_that_is_printed(folder):
-    """Whatever the set-up says goes to stderr. One that cannot be made is no run."""
-    program(folder, "stub", 'echo "the script of $2"')
+def test_only_the_program_prints_to_stdout(folder):
+    """Whatever the set-up says goes to stderr: a script is piped into a file."""
+    program(folder, "python3", INSTALLS)
+    program(folder, "stub", 'case "$*" in *script.py*) echo "the script of $2";; esac')
     done = subprocess.run(["bash", "run.sh", "script", "golf"], cwd=folder, capture_output=True, text=True,
-                          env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PYTHON": "stub"})
+                          env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder)})
     assert (done.returncode, done.stdout) == (0, "the script of golf\n")
-    program(folder, "stub", 'echo "$*" >> calls; case "$*" in *script.py*) exit 1;; esac')
-    code, err, calls = run(folder, "golf", PYTHON="stub")
-    assert code == 2 and "the script of golf could not be made" in err and calls == [MADE]
+    assert done.stderr.startswith("setting up .venv: ")
 
 
-def test_the_other_commands(folder):
-    assert run(folder, "data", "--text", "x", PYTHON="stub")[2] == ["data/prepare.py --text x"]
-    assert run(folder, "data", "sp1024", PYTHON="stub")[2] == ["data/download.py sp1024"]
-    assert run(folder, "test", "-k", "x", PYTHON="stub")[2] == ["-m pytest -q -k x"]
-    asked = "-c import xdist"
-    called = "-m pytest -q -n 2 --dist worksteal"
-    assert run(folder, "test", PYTHON="stub")[2] == [asked, called]
-    assert run(folder, "test", "quick", PYTHON="stub")[2] == [asked, f"{called} -m quick and not slow"]
-    program(folder, "stub", 'echo "$*" >> calls; [ "$1" != -c ]')     # a user's own, without it
-    assert run(folder, "test", PYTHON="stub")[2] == [asked, "-m pytest -q"]
-    assert run(folder, "bench", PYTHON="stub")[2] == ["tools/bench.py"]
-    assert run(folder, "static", "golf", PYTHON="stub")[2] == ["tools/static_gpu.py golf"]
-    assert run(folder, "record", "check", "x", PYTHON="stub")[2] == ["records/record.py check x"]
-    assert run(folder, "board", "--html", "x", PYTHON="stub")[2] == ["records/record.py board --html x"]
+WORDS = [   # what is typed -> what runs
+    ([], "tools/run/launch.py"), (["golf", "--seed=1", "A=a b"], "tools/run/launch.py golf --seed=1 A=a b"),
+    (["train"], "tools/run/launch.py train"), (["--dry-run"], "tools/run/launch.py --dry-run"),
+    (["tiny", "--help"], "tools/run/launch.py tiny --help"),
+    (["data"], "data/prepare.py"), (["data", "--text", "x"], "data/prepare.py --text x"),
+    (["data", "sp1024", "-n", "2"], "data/download.py sp1024 -n 2"),
+    (["test"], "tools/dev/test.py"), (["test", "-k", "x"], "tools/dev/test.py -k x"),
+    (["bench", "golf"], "tools/dev/bench.py golf"), (["static", "golf"], "tools/gpu/static.py golf"),
+    (["gpu-report", "--toy"], "tools/gpu/report.py --toy"), (["script", "golf"], "tools/run/script.py golf"),
+    (["sample", "a", "b c"], "tools/run/sample.py a b c"), (["depths"], "tools/dev/depths.py"),
+    (["record", "check", "x"], "records/record.py check x"),
+    (["board", "--html", "x"], "records/record.py board --html x")]
+
+
+def test_each_word_is_a_program(folder):
+    for typed, called in WORDS:
+        assert run(folder, *typed, PYTHON="stub")[2] == [called]
+        assert (ROOT / called.split()[0]).exists()
     assert os.access(ROOT / "run.sh", os.X_OK)
+
+
+def test_run_sh_knows_neither_presets_nor_flags():
+    """And is short."""
+    text = (ROOT / "run.sh").read_text()
+    code = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    assert text.count("\n") <= 150
+    words = ("tiny", "golf", "speedrun", "RESUME", "=*)")
+    assert not [line for line in code if any(word in line for word in words)]
+
+
+def test_all_tests_run_in_two_processes():
+    """The quick ones as well; those that are named in one, as does everything where xdist is missing."""
+    two = ["-n", "2", "--dist", "worksteal"]
+    quick = ["-m", "quick and not slow"]
+    for argv, words in (([], two), (["quick"], [*two, *quick]), (["-k", "x"], ["-k", "x"])):
+        assert test_command.words_for(argv, has_xdist=True) == words
+    assert test_command.words_for([], has_xdist=False) == []
+    assert test_command.words_for(["quick"], has_xdist=False) == quick

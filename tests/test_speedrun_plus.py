@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from helpers import fake_team, init_parameters, train_tokenizer
+from helpers import init_parameters, train_tokenizer
 from test_fp8 import E4M3, emulate
-from test_kernels import FlashStandIn, by_flash, seen_by_each, two_rows
+from test_kernels import seen_by_each, two_rows
 from train_gpt import Kernels, Refused, load_config, preset_config, window_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,7 +65,7 @@ def flex_mask(window, *rest):
 
 PATHS = {
     "reference": (window_mask, train_gpt.attention), "cpu": (window_mask, train_gpt.cpu_attention),
-    "flex": (flex_mask, train_gpt.gpu_attention), "flash": (train_gpt.flash_mask, by_flash)}
+    "flex": (flex_mask, train_gpt.gpu_attention)}
 
 
 @pytest.mark.parametrize("window", [7, 100, 200, 511])
@@ -91,27 +91,6 @@ def test_queries_narrower_than_values(path, window, monkeypatch):
         grads = [torch.autograd.grad(y, (q, k, v), side) for y in (got, want)]
         for mine, exact in zip(*grads):
             torch.testing.assert_close(mine, exact, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kv_heads, widths", [(2, (16, 16)), (4, (8, 16))])
-def test_flash_attention_gets_one_width_for_grouped_queries(kv_heads, widths):
-    """Queries and keys with zeros up to the width of values, since its backward pass has no grouped queries
-    with two widths. Else both widths as they are."""
-    seen = []
-
-    def attend(q, k, v, *more):
-        seen.append((q.size(-1), k.size(-1), v.size(-1)))
-        return real(q, k, v, *more)
-
-    real = train_gpt.flash_operator(FlashStandIn)
-    shapes = (4, 8), (kv_heads, 8), (kv_heads, 16)
-    q, k, v = [torch.randn(2, H, 512, D, requires_grad=True) for H, D in shapes]
-    mask = train_gpt.flash_mask(100, 512, two_rows(512), CPU)
-    y = train_gpt.flash_attention(q, k, v, mask, attend)
-    assert seen == [(widths[0], widths[0], widths[1])]
-    want = train_gpt.attention(q, k, v, window_mask(100, 512, two_rows(512), CPU))
-    for mine, exact in zip(*[torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (y, want)]):
-        torch.testing.assert_close(mine, exact, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("T", [1, 5, 13, 14, 15, 64, 97])
@@ -222,13 +201,20 @@ def test_losses_of_the_stages():
         assert model(tokens, targets, context).item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
-def test_the_plan_shows_the_stages():
-    table = [line.split() for line in train_gpt.stage_lines(preset_config("speedrun_plus"))]
-    assert table[0][-3:] == ["doc_len", "next_losses", "prefix_loss"]
-    assert table[1] == "0 131072 16384 384 128 1.0000 896 1,0.5,0.25:0 0.25".split()
-    assert table[2] == "423 262144 32768 896 384 1.5200 2048 1,0.5:0 0.25:0".split()
-    assert table[3] == "847 393216 49152 1408 640 1.7300 2048 1 0".split()
-    assert table[4] == "1270 393216 49152 1664 768 1.7300 2048 1 0".split()
+def test_the_stages():
+    """Of each its first step, tokens of a step and of a row, longest document, windows, and weights of the
+    losses on the next targets and of the prefix loss."""
+    cfg = preset_config("speedrun_plus")
+    found = []
+    for stage in cfg.stages():
+        windows = cfg.windows(stage, stage.row_tokens)
+        found.append((stage.first_step, stage.batch_tokens, stage.row_tokens, stage.doc_len, stage.window,
+                      windows["short_window"], cfg.loss_weights(stage.begins)))
+    assert found == [
+        (0, 131072, 16384, 896, 384, 128, [1, 0.5, 0.25, 0.25]),
+        (423, 262144, 32768, 2048, 896, 384, [1, 0.5, 0.25]),
+        (847, 393216, 49152, 2048, 1408, 640, [1]),
+        (1270, 393216, 49152, 2048, 1664, 768, [1])]
 
 
 def test_the_prefix_table_is_built_from_the_tokenizer():
@@ -289,8 +275,7 @@ def test_a_part_can_be_turned_off(settings):
     (dict(ATTN_SOURCE="10"), "before the last layer"), (dict(NUM_HEADS="3"), "must be even"),
     (dict(QK_DIM="90"), "a multiple of 4"), (dict(EVAL_WINDOW="2000"), "not a multiple of window_block"),
     (dict(WINDOW_SCHEDULE="1,2"), "speedrun_plus has 4 stages"), (dict(FP8_HEAD_MOST="1,2"), "three numbers"),
-    (dict(VALUE_GATE_DIM="13"), "must be even"), (dict(SMEAR_DIM="800"), "may not exceed model_dim"),
-    (dict(BACKOUT_LAYER="7"), "no such constant")])
+    (dict(VALUE_GATE_DIM="13"), "must be even"), (dict(SMEAR_DIM="800"), "may not exceed model_dim")])
 def test_what_cannot_be_is_refused_in_a_sentence(settings, sentence):
     with pytest.raises(Refused, match=sentence):
         load_config({"PRESET": "speedrun_plus"} | settings)
@@ -442,7 +427,7 @@ def test_scales_follow_the_last_micro_step():
     optimizer.backward(model(*some_tokens(), context) * 0)
     optimizer.step(train_gpt.Schedule(1.0, 0.9))
     assert model.scales.values[:, 2].tolist() == pytest.approx([1e-7] * 11)
-    optimizer.begin(train_gpt.first_values(model, 1))  # as after a rehearsal
+    optimizer.begin(train_gpt.init_parameters(model, 1))  # as after the warmup
     assert torch.equal(model.scales.values, first)
 
 
@@ -453,9 +438,7 @@ def test_scales_of_a_checkpoint():
     stored = torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(0))
 
     def restored(whole, rank, ranks):
-        team = fake_team(rank, ranks)
-        team.broadcast = lambda tensor: None
-        scales.restore(whole, team)
+        scales.restore(whole, ranks, rank)
         return scales.values.detach().clone()
 
     assert all(torch.equal(restored(stored, rank, 2), stored[rank]) for rank in range(2))

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import static_gpu
 import train_gpt
 from helpers import ROOT, SCRIPT
+from tools.gpu import static as static_gpu
 
 MIB = 1 << 20
 E4M3 = 28
@@ -403,7 +403,7 @@ PLANTED = {
         "x, scale_x = to_fp8(x, scales[0], torch.float8_e5m2)",
         "e5m2",
     ),
-    "another graph in the step": ("tokens, tokens.clone(), context", "tokens, tokens, context", "compiles"),
+    "another graph in the step": ("(tokens, tokens.clone(), ", "(tokens, tokens, ", "compiles"),
 }
 
 
@@ -426,7 +426,7 @@ def test_a_planted_fault_is_reported(name, tmp_path, cache):
     source = SCRIPT.read_text()
     (tmp_path / "train_gpt.py").write_text(source.replace(old, new) if old else source)
     words_of = [*SMALL, "--trainer", tmp_path, "--json", tmp_path / "json", "--cache", cache]
-    command = [sys.executable, ROOT / "tools" / "static_gpu.py", *words_of]
+    command = [sys.executable, ROOT / "tools/gpu/static.py", *words_of]
     done = subprocess.run(command, capture_output=True, text=True)
     (found,) = json.loads((tmp_path / "json").read_text()).values()
     problems = static_gpu.problems(found)
@@ -479,11 +479,11 @@ def test_rows_beyond_two_to_the_31_by_triton_s_interpreter(name, tmp_path):
     old, new, words = ROW_FAULTS[name]
     source = SCRIPT.read_text()
     assert not old or source.count(old) == 1
-    (tmp_path / "tools").mkdir()
-    for tool in ("interpret_rows.py", "interpret_kernels.py"):
-        shutil.copy(ROOT / "tools" / tool, tmp_path / "tools")
+    (tmp_path / "tools/gpu").mkdir(parents=True)
+    for tool in ("__init__.py", "gpu/__init__.py", "gpu/interpret_rows.py", "gpu/interpret_kernels.py"):
+        shutil.copy(ROOT / "tools" / tool, tmp_path / "tools" / tool)
     (tmp_path / "train_gpt.py").write_text(source.replace(old, new) if old else source)
-    done = subprocess.run([sys.executable, tmp_path / "tools" / "interpret_rows.py"], capture_output=True,
+    done = subprocess.run([sys.executable, tmp_path / "tools/gpu/interpret_rows.py"], capture_output=True,
                           text=True)
     wrong = [line for line in done.stdout.splitlines() if line.startswith("DIFFERENT")]
     assert done.returncode == bool(wrong) == bool(old), done.stdout + done.stderr
@@ -494,8 +494,9 @@ TRANSPOSED = """
 import json, os, sys
 from functools import partial
 import torch
-sys.path[:0] = sys.argv[1:3]
-import static_gpu, train_gpt
+sys.path[:0] = sys.argv[1:2]
+import train_gpt
+from tools.gpu import static as static_gpu
 
 def leaf(*shape, dtype=torch.float32):
     return torch.empty(*shape, device="cuda", dtype=dtype, requires_grad=True)
@@ -527,7 +528,7 @@ def mlp(x, fc, proj, scales):
     return (x + y).float().square().mean()
 
 step, *leaves = dict(speedrun=(speedrun, x, head), speedrun_plus=(speedrun_plus, x, head),
-                     gpt2=(gpt2, x, head), mlp=(mlp, x, fc, proj, scales))[sys.argv[3]]
+                     gpt2=(gpt2, x, head), mlp=(mlp, x, fc, proj, scales))[sys.argv[2]]
 compiled = torch.compile(step, dynamic=False, fullgraph=True)
 moved = []
 with static_gpu.count_bytes(torch, lambda _, name, size: moved.append((name, size)), 0):
@@ -542,7 +543,7 @@ def moved_bytes(what, tmp_path):
     number that Inductor adds to their name."""
     library = static_gpu.build(tmp_path)
     env = static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path)
-    command = [sys.executable, "-c", TRANSPOSED, str(ROOT), str(ROOT / "tools"), what]
+    command = [sys.executable, "-c", TRANSPOSED, str(ROOT), what]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -666,7 +667,7 @@ def test_the_default_game_on_one_gpu(tmp_path):
     """Training with counts of n-grams and words, and the mixture's score."""
     args = ["tiny", "--ranks", "1", "--json", str(tmp_path / "json")]
     done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "static_gpu.py", *args], capture_output=True, text=True
+        [sys.executable, ROOT / "tools/gpu/static.py", *args], capture_output=True, text=True
     )
     (found,) = json.loads((tmp_path / "json").read_text()).values()
     assert done.returncode == 0 and found["evaluation"]["launches"], done.stdout
@@ -678,7 +679,7 @@ def test_other_gpus(gpu, ranks, tmp_path):
     """The step compiles, without fp8 where there is none."""
     args = [*SMALL, "--gpu", gpu, "--ranks", str(ranks), "--json", str(tmp_path / "json")]
     done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "static_gpu.py", *args], capture_output=True, text=True
+        [sys.executable, ROOT / "tools/gpu/static.py", *args], capture_output=True, text=True
     )
     (found,) = json.loads((tmp_path / "json").read_text()).values()
     products = found["stages"]["x1 window 1024"]["TFLOP"]

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import record
 import train_gpt
 from helpers import ROOT, TOY, slow, slow_but
-from show.board import BOARDS
+from records import record
+from records.show.board import BOARDS
+from records.verify import checks, evidence, folders, replay, rules
 from test_record import (BASELINE, RECORDS, bit, digit, draw_once, edit, failed_rules, few_data,
                          forked_programs, read_once, renew, sealed, train_toys)
-from verify import checks, evidence, folders, replay, rules
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 

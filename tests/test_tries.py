@@ -13,8 +13,9 @@ import pytest
 from scipy import stats
 
 from helpers import ROOT
-from judge import sequential, tries
-from judge.sequential import Noise, Series, series_of
+from records.judge import sequential, tries
+from records.judge.runs import Refused
+from records.judge.sequential import Noise, Series, series_of
 from test_record_stats import EARLIER, LOSSES
 
 PYTHON = sys.executable
@@ -61,8 +62,8 @@ os.execv(sys.executable, [sys.executable, folder + "/train_gpt.py", *sys.argv[2:
 def place(tmp_path, monkeypatch):
     """A repository whose train_gpt.py is FAKE, to run in."""
     (tmp_path / "train_gpt.py").write_text(FAKE)
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "proxy.py").write_text(FAKE_PROXY)
+    (tmp_path / "tools/run").mkdir(parents=True)
+    (tmp_path / "tools/run/proxy.py").write_text(FAKE_PROXY)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "train_gpt.py"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], cwd=tmp_path, check=True)
@@ -346,6 +347,17 @@ def test_bad_tries_are_refused_before_anything_trains(place, tool, constants, wo
     assert not Path("trained.txt").exists() and not Path("logs/tries.tsv").exists()
 
 
+def test_the_size_of_a_proxy_is_known_before_it_trains(tiny_data, tmp_path, monkeypatch):
+    """By the real rules, and what the trainer refuses is refused."""
+    monkeypatch.chdir(tmp_path)
+    change = tries.Change("yours", ROOT / "train_gpt.py", {"iterations": 7, "train_batch_tokens": 1024})
+    proxy = tries.Proxy("golf", 32, str(tiny_data / "data/datasets/toy"))
+    assert tries.planned(change, proxy) == (32, 7 * 1024)
+    with pytest.raises(Refused, match="yours: train_gpt: .*no-such"):
+        tries.planned(change._replace(flags={"no_such": 1}), proxy)
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_a_try_whose_runs_fail_is_in_the_ledger(place, tool):
     edit(place, GAIN=10.0)
     code, out, _ = tool("try", "too much", "--proxy", 32)
@@ -400,8 +412,8 @@ def test_a_ranking_that_is_killed_goes_on(place, tool, tmp_path):
     whole = json.loads(tool(*args, "--json")[1])
     os.rename("trained.txt", "trained_whole.txt")
     os.rename("logs", "logs_whole")
-    program = (f"import sys; sys.path[:0] = [{str(ROOT / 'records')!r}]; import pathlib, record\n"
-               "from judge import tries\n"
+    program = (f"import sys; sys.path[:0] = [{str(ROOT)!r}]; import pathlib\n"
+               "from records import record\nfrom records.judge import tries\n"
                f"tries.ROOT = pathlib.Path('.').resolve(); sys.executable = {sys.executable!r}\n"
                f"sys.exit(record.main({[str(word) for word in args]!r}))")
     running = subprocess.Popen([PYTHON, "-c", program], start_new_session=True)

@@ -1,4 +1,4 @@
-"""tools/watch.py: what a run looks like on a terminal and in a pipe, its end, signals, LOGGER."""
+"""tools/run/watch.py: what a run looks like on a terminal and in a pipe, signals, LOGGER."""
 import json
 import os
 import re
@@ -9,17 +9,16 @@ import time
 
 import pytest
 
-import fork_server
-import watch
-from helpers import ROOT, SCRIPT, TOY, slow, wait_until
-from screens import on_terminal
+from helpers import ROOT, slow, wait_until
+from tools.dev.screens import on_terminal
+from tools.run import guard, watch
 
-WATCH = [sys.executable, str(ROOT / "tools" / "watch.py")]
+WATCH = [sys.executable, str(ROOT / "tools/run/watch.py")]
 RUN = """
 import os, sys, time
 for line in open(sys.argv[1]).read().splitlines():
     print(line, flush=True)
-    if line.startswith(("step:50/", "rehearsal")):
+    if line.startswith(("step:50/", "warmup")):
         time.sleep(float(os.environ.get("NAP", "0.6")))
 """
 LINES = """override matrix_lr 0.03 -> 0.02
@@ -32,7 +31,7 @@ stage table: from_step tokens_per_step row_tokens long_window short_window lr_fa
                      0            4096        512         256          128    1.0000
                  50000            8192        512         256          128    1.0000
 run folder: logs/a
-rehearsal before the clock, compiling: about half a minute
+warmup before the clock, compiling: about half a minute
 setup:1752ms compile:25111ms
 step:50/100000 train_loss:2.0000 train_time:60000ms step_avg:114.90ms tok/s:35649 lr_factor:1.000 eta:60s
 stopping_early: wallclock_cap train_time:119969ms step:1033/100000
@@ -40,11 +39,9 @@ evaluating val_loss
 step:1033/100000 val_loss:2.0077 val_bpb:1.2163 train_time:119969ms step_avg:116.14ms
 peak memory resident: 840 MiB
 final_model val_loss:2.0077 val_bpb:1.2163
-sample 1: def »f(x):
-    return x
-   x  step:9/9 train_loss:1.0000
         train_time_ms  119969
-           run folder  logs/a
+              step_ms  {'p50': 114.9}
+artifact_within_limit  True
 """
 RESULT = dict(
     preset="tiny", val_loss=2.0077, val_bpb=1.21635559, core=None, steps=1033, tokens=4231168,
@@ -53,18 +50,14 @@ RESULT = dict(
 
 @pytest.fixture
 def run(tmp_path):
-    """A finished run's folder and output in tmp_path; the command that prints it."""
+    """A run's folder and output in tmp_path; the command that shows it."""
     (tmp_path / "logs/a").mkdir(parents=True)
-    (tmp_path / "logs/a/result.json").write_text(json.dumps(RESULT))
-    (tmp_path / "logs/a/final_model.int8.ptz").write_bytes(bytes(2_500_000))
-    (tmp_path / "logs/a/loss.png").touch()
-    (tmp_path / "logs/a/train.log").write_text(f"import x\n{'=' * 100}\nconfig preset=tiny\n{LINES}")
     start = dict(kind="start", preset="tiny", config=dict(preset="tiny", seed="7", dtype="auto"),
-                 overrides=RESULT["overrides"])
+                 data=dict(val_tokens=429104), overrides=RESULT["overrides"])
     (tmp_path / "logs/a/events.jsonl").write_text(json.dumps(start) + "\n")
     (tmp_path / "lines").write_text(LINES)
     (tmp_path / "run.py").write_text(RUN)
-    return [*WATCH, sys.executable, "run.py", "lines"]
+    return [*WATCH, "run.py", "lines"]
 
 
 def in_pipe(command, cwd, **env):
@@ -72,7 +65,7 @@ def in_pipe(command, cwd, **env):
                           env=os.environ | {"NAP": "0"} | env)
 
 
-def test_a_terminal_has_one_live_line_and_one_screen(run, tmp_path):
+def test_a_terminal_has_one_live_line(run, tmp_path):
     code, lines, live = on_terminal(run, tmp_path, columns=200)
     assert code == 0
     training = [text for text in live if "%" in text]
@@ -80,13 +73,13 @@ def test_a_terminal_has_one_live_line_and_one_screen(run, tmp_path):
     # bits per byte: 2 / ln 2 * 429104 / 1021844
     assert re.match(r" 50% \|.+\| step 50, loss 2.0000, 1.212 bpb, 35,649 tok/s, 60 s left", training[0])
     assert max(map(len, live)) < 80
-    text = "\n".join(lines)
-    assert text.startswith("override matrix_lr 0.03 -> 0.02\ndata: not the text")
-    assert ("data: embedded, 25,176,420 tokens to train on, 429,104 to be scored on\n"
-            "plan: 9,241,732 parameters, 4,096 tokens per step (later 8,192), at most 100,000 steps, at most "
-            "120 s of training\nstep:1033/100000 val_loss" in text)
-    assert "step:50/" not in text and "train_time_ms" not in text and "peak memory" not in text
-    assert "sample 1: def »f(x):\n    return x\n   x  step:9/9 train_loss:1.0000\n\nval_bpb 1.2164" in text
+    assert [line for line in lines if line] == [
+        "override matrix_lr 0.03 -> 0.02",
+        "data: not the text that tiny is scored on (fingerprint abc)",
+        "data: embedded, 25,176,420 tokens to train on, 429,104 to be scored on",
+        "plan: 9,241,732 parameters, 4,096 tokens per step (later 8,192), at most 100,000 steps, at most "
+        "120 s of training",
+        "step:1033/100000 val_loss:2.0077 val_bpb:1.2163 train_time:119969ms step_avg:116.14ms"]
 
 
 @pytest.mark.parametrize("columns", [50, 80])
@@ -98,9 +91,7 @@ def test_a_narrow_terminal(run, tmp_path, columns):
     words = " ".join(lines).split()
     log = (tmp_path / "lines").read_text().split()
     plan = "parameters, 4,096 tokens per step (later 8,192),"
-    assert plan in " ".join(words) and {"override", "val_bpb:1.2163", "return"} <= {*words} & {*log}
-    compared = [line for line in lines if "the record: " in line or "a plain GPT: " in line]
-    assert len(compared) == 2 and all(line.endswith(")") for line in compared) == (columns == 80)
+    assert plan in " ".join(words) and {"override", "val_bpb:1.2163"} <= {*words} & {*log}
 
 
 def test_a_slow_machine_says_so_early(run, tmp_path):
@@ -128,16 +119,14 @@ def test_a_slow_machine_says_so_early(run, tmp_path):
     assert said(2.0) == (None, None)
 
 
-# A run of 200 steps that samples and validates on its way, and scores in further ways at its end
+# A run of 200 steps that validates on its way, and scores in further ways at its end
 MIDDLE = """data: embedded train tokens:25176420 in 1 shards, val tokens:429104
 parameters:9241732 (embed:131072)
 limits: at most 200 steps (819200 tokens); no cap
 run folder: logs/a
-rehearsal before the clock, compiling: about some minutes
+warmup before the clock, compiling: about some minutes
 setup:1752ms compile:25111ms
 {}
-sample 1: x »y
-step:9/9 train_loss:1.0000 train_time:9ms eta:9s
 step:100/200 train_loss:1.0000 train_time:9ms eta:9s
 {}
 evaluating CORE
@@ -148,7 +137,6 @@ step:200/200 val_loss:2.0077 train_time:119969ms step_avg:116.14ms
 Serialized model int8+zlib: 9 bytes (9 weights)
 evaluating sliding
 final_sliding val_loss_sliding:2.00000000 eval_time:9ms
-sample 1: a »b
         train_time_ms  119969
 """
 
@@ -163,16 +151,6 @@ def report(step, kind="train", loss=2.0):
 MIDDLE = MIDDLE.format(report(100, "val"), report(150), report(200)).splitlines()
 
 
-def test_samples_in_the_middle_of_a_run():
-    """The next step of the run ends them, no text that looks like one; the last samples are kept."""
-    progress = watch.Progress()
-    shown = {line: progress.read(line) for line in MIDDLE}
-    assert shown[report(150)] is None is shown[report(200)]
-    inside = "step:9/9 train_loss:1.0000 train_time:9ms eta:9s"
-    assert shown[inside] == inside
-    assert progress.step[0] == 200 and progress.sample == ["sample 1: a »b"]
-
-
 def test_what_is_evaluated_is_said():
     """Also in the middle of a run, which then trains on, and of a file."""
     progress = watch.Progress()
@@ -183,7 +161,7 @@ def test_what_is_evaluated_is_said():
     assert stages == [
         "reading the data", "setting up", "compiling, about some minutes the first time", "training",
         "evaluating val_loss", "training", "evaluating CORE", "training", "evaluating val_loss",
-        "writing the model", "evaluating the artifact", "evaluating sliding", "writing samples"]
+        "writing the model", "evaluating the artifact", "evaluating sliding", "writing the result"]
     progress = watch.Progress()
     for line in (MIDDLE[0], "run folder: logs/a", "eval settings: eval_tokens:full"):
         progress.read(line)
@@ -224,64 +202,9 @@ def test_without_tqdm_a_terminal_gets_the_log_lines(run, tmp_path):
     assert code == 0 and not any(live) and LINES in "\n".join(lines)
 
 
-def test_a_pipe_has_every_line_then_the_end(run, tmp_path):
+def test_a_pipe_has_every_line(run, tmp_path):
     done = in_pipe(run, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines, _, end = done.stdout.partition("\n\nval_bpb")
-    assert lines + "\n" == LINES
-    assert end.splitlines() == [
-        " 1.2164, val_loss 2.0077 after 1,033 steps, 4,231,168 tokens, 120.0 s (35,269 tok/s)",
-        *(f"  {watch.distance(RESULT, other)}" for other in watch.target_of(RESULT)["compare"]),
-        "in logs/a/: train.log (all of the samples), result.json, loss.png, train_gpt.py, "
-        "final_model.int8.ptz (2.5 MB)",
-        "next: better, or luck? ./run.sh record compare trains both several times: docs/first_change.md"]
-
-
-def test_no_picture_without_matplotlib(run, tmp_path):
-    """The run has said so; nothing else is amiss."""
-    (tmp_path / "logs/a/loss.png").unlink()
-    done = in_pipe(run, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "") and "result.json, train_gpt.py, final" in done.stdout
-    assert not (tmp_path / "logs/a/loss.png").exists()
-
-
-def test_the_end_fits_a_terminal(run, tmp_path):
-    """24 rows of 100 columns hold three long samples and all that follows."""
-    sample = "sample {}: def »f(x):\n" + "    return x\n" * 9
-    text = "".join(map(sample.format, (1, 2))) + "sample 3: " + "long " * 200 + "\nafter\n"
-    (tmp_path / "lines").write_text(re.sub(r"(?s)sample 1.*?(?=\n +train_time_ms)", text.strip(), LINES))
-    code, lines, _ = on_terminal(run, tmp_path, columns=100)
-    screen = lines[lines.index("sample 1: def »f(x):"):]
-    assert code == 0 and screen.count("    return x") == 8 and "after" not in screen
-    third = screen.index(next(line for line in screen if line.startswith("sample 3")))
-    assert [line.startswith("  long") for line in screen[third + 1:third + 6]] == [True] * 4 + [False]
-    assert screen[-2].startswith("next: ") and max(map(len, screen)) <= 100
-    assert len(screen) <= 25, "\n".join(screen)
-
-
-def test_the_distance_to_the_record_and_to_a_plain_gpt():
-    lower = dict(name="the record", metric="val_bpb", better="lower", value=1.2, about="x, 5 seeds")
-    assert watch.distance(RESULT, lower) == "0.0164 behind the record: val_bpb 1.2 (x, 5 seeds)"
-    plain = lower | dict(name="a plain GPT", value=1.6039)
-    assert watch.distance(RESULT, plain) == "0.3875 ahead of a plain GPT: val_bpb 1.6039 (x, 5 seeds)"
-    assert watch.distance(RESULT | {"val_bpb": None}, lower) == "the record: val_bpb 1.2 (x, 5 seeds)"
-    race = lower | dict(metric="val_loss", value=3.28, seconds=132.2144)
-    assert watch.distance(RESULT, race) == (
-        "12.2454 s ahead of the record: 132.2144 s to val_loss 3.28 (x, 5 seeds)")
-    assert watch.distance(RESULT | {"val_loss": 3.3}, race) == (
-        "0.0200 short of val_loss 3.28; the record: 132.2144 s to val_loss 3.28 (x, 5 seeds)")
-    core = lower | dict(metric="core", better="higher", value=0.25, seconds=100)
-    for value, words in ((0.2, "0.0500 short of core 0.25; "), (0.3, "19.9690 s behind ")):
-        assert watch.distance(RESULT | {"core": value}, core) == (
-            f"{words}the record: 100 s to core 0.25 (x, 5 seeds)")
-
-
-def test_the_end_of_a_scored_file(run, tmp_path):
-    """EVAL_FROM has its score and folder, no training to speak of."""
-    scored = RESULT | dict(steps=0, tokens=0, train_time_ms=0, config={"eval_from": "logs/b/final_model.pt"})
-    (tmp_path / "logs/a/result.json").write_text(json.dumps(scored))
-    assert in_pipe(run, tmp_path).stdout.endswith(
-        "\n\nval_bpb 1.2164, val_loss 2.0077 of logs/b/final_model.pt\nin logs/a/: train.log, result.json\n")
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", LINES)
 
 
 @pytest.mark.parametrize("name", ["data_path", "val_tokens", "max_wallclock_seconds", "iterations"])
@@ -290,10 +213,11 @@ def test_another_game_is_not_compared(name):
     assert not watch.target_of(RESULT | {"overrides": {name: ["a", "b"]}})
 
 
-def test_the_exit_code_and_last_words_are_the_commands(tmp_path):
-    done = in_pipe([*WATCH, "bash", "-c", "echo a; echo why >&2; exit 2"], tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "a\n", "why\n")
-    code, lines, _ = on_terminal([*WATCH, "bash", "-c", "echo why >&2; exit 1"], tmp_path)
+def test_the_exit_code_and_last_words_are_the_scripts(tmp_path):
+    (tmp_path / "fails.py").write_text("import sys\nprint('a')\nsys.exit(sys.argv[1])")
+    done = in_pipe([*WATCH, "fails.py", "why"], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "a\n", "why\n")
+    code, lines, _ = on_terminal([*WATCH, "fails.py", "why"], tmp_path)
     assert code == 1 and "why" in lines
 
 
@@ -304,23 +228,35 @@ def test_counting_is_a_stage_of_its_own():
         assert progress.read(line) is None and progress.stage == stage
 
 
+WAITS = """
+import signal, sys, time
+def came(number, frame):
+    print("got", sys.argv[1], flush=True)
+    time.sleep(1)
+    sys.exit(7)
+signal.signal(getattr(signal, "SIG" + sys.argv[1]), came)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
 @pytest.mark.parametrize("sent, received", [
     ("INT", "INT"), ("TERM", "TERM"), ("HUP", "TERM"), ("USR1", "USR1"), ("USR2", "USR2"), ("QUIT", "QUIT")])
-def test_a_signal_reaches_the_command_once(tmp_path, sent, received):
-    command = (f"trap 'echo got {received}; sleep 1; exit 7' {received}; echo ready; "
-               "while sleep 0.1; do :; done")
+def test_a_signal_reaches_the_script_once(tmp_path, sent, received):
+    (tmp_path / "waits.py").write_text(WAITS)
+
     def as_in_a_terminal():     # what a shell runs in the background ignores INT, below nohup HUP
         for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(ignored, signal.SIG_DFL)
 
-    process = subprocess.Popen([*WATCH, "bash", "-c", command], text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, preexec_fn=as_in_a_terminal)
+    process = subprocess.Popen([*WATCH, "waits.py", received], cwd=tmp_path, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, preexec_fn=as_in_a_terminal)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(getattr(signal, f"SIG{sent}"))
     out, err = process.communicate(timeout=300)
     assert out == f"got {received}\n" and process.returncode == 7
     asks = sent not in ("USR2", "QUIT")
-    assert err == ("stopping: a checkpoint is saved first if training has begun\n" if asks else "")
+    assert err == (f"{watch.STOPPING}\n" if asks else "")
 
 
 COUNTS = """
@@ -344,7 +280,7 @@ def counting(tmp_path):
     (tmp_path / "counts.py").write_text(COUNTS)
 
     def counting(*names):
-        process = subprocess.Popen([*WATCH, sys.executable, "counts.py", *names], cwd=tmp_path, text=True,
+        process = subprocess.Popen([*WATCH, "counts.py", *names], cwd=tmp_path, text=True,
                                    stdout=subprocess.PIPE, process_group=0)     # as a shell with jobs does
         started.append(process)
         for _ in names:
@@ -361,7 +297,7 @@ def counting(tmp_path):
     counting.moves = moves
     yield counting
     for process in started:
-        watch.send(watch.tree(process.pid), signal.SIGKILL)
+        guard.kill([process.pid, *guard.below(process.pid)], signal.SIGKILL)
         process.wait()
         process.stdout.close()
 
@@ -369,10 +305,10 @@ def counting(tmp_path):
 @pytest.mark.parametrize("sent", ["KILL", "QUIT", "USR1", "USR2", "ABRT", "SEGV"])
 def test_nothing_outlives_the_watcher(sent, counting):
     process = counting("one")
-    (child,) = [pid for pid in watch.tree(process.pid)[1:] if b"counts.py" in cmdline(pid)]
+    children = guard.below(process.pid)
     process.send_signal(getattr(signal, f"SIG{sent}"))
     assert process.wait(300) != 0
-    wait_until(lambda: b"counts.py" not in cmdline(child))
+    wait_until(lambda: not any(map(is_there, children)))
     assert not counting.moves("one", 0.1)
 
 
@@ -393,45 +329,45 @@ def test_a_stopped_run_can_be_ended(sent, counting):
     process = counting("one")
     process.send_signal(signal.SIGTSTP)
     os.waitpid(process.pid, os.WUNTRACED)
-    (child,) = [pid for pid in watch.tree(process.pid)[1:] if b"counts.py" in cmdline(pid)]
+    children = guard.below(process.pid)
     process.send_signal(getattr(signal, f"SIG{sent}"))
     process.send_signal(signal.SIGCONT)
     assert process.wait(300) != 0
-    wait_until(lambda: b"counts.py" not in cmdline(child))
+    wait_until(lambda: not any(map(is_there, children)))
 
 
-def cmdline(pid):
+def is_there(pid):
+    """A process that runs, or could."""
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read()
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except OSError:
-        return b""
+        return False
 
 
-def test_a_watcher_that_fails_leaves_no_orphan(tmp_path, monkeypatch):
+def test_a_watcher_that_fails_leaves_no_orphan(counting, tmp_path):
     """Whatever fails in it."""
-    (tmp_path / "counts.py").write_text(COUNTS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(watch.Progress, "read", lambda *_: 1 / 0)
-    monkeypatch.setattr(watch, "pass_signals", lambda child, stop: started.append(child))
-    started = []
-    with pytest.raises(ZeroDivisionError):
-        watch.main([sys.executable, "counts.py", "one"])
-    assert started[0].wait(300) == -signal.SIGTERM
+    (tmp_path / "fails.py").write_text(FAILS)
+    process = subprocess.Popen([sys.executable, "fails.py"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    children = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(children) == 2 and "ZeroDivisionError" in process.communicate(timeout=300)[1]
+    wait_until(lambda: not any(map(is_there, children)))
 
 
-@pytest.mark.slow
-def test_a_real_run(tiny_data, tmp_path):
-    (tmp_path / "data").symlink_to(tiny_data / "data")
-    python = fork_server.start()
-    env = TOY | dict(RUN_ID="r", OMP_NUM_THREADS="1", ITERATIONS="10")
-    done = in_pipe([python, *WATCH[1:], python, str(SCRIPT)], tmp_path, **env)
-    assert done.returncode == 0 and "in logs/r/: train.log" in done.stdout
-    env |= dict(RUN_ID="s", SAMPLE_TOKENS="300")  # sampling takes longer than a tick of the live line
-    code, lines, live = on_terminal([python, *WATCH[1:], python, str(SCRIPT)], tmp_path, env=env)
-    assert code == 0 and any(text.startswith("writing samples") for text in live)
-    said = [line.split(":")[0] for line in lines if line and not line.startswith("override ")]
-    assert said[:4] == ["data", "plan", "step", "sample 1"] and len(said) < 40
+FAILS = """
+import os, sys, time
+from tools.run import guard, watch
+
+def read(*_):
+    while len(found := guard.below(os.getpid())) < 2:
+        time.sleep(0.01)
+    print(*found, flush=True)
+    1 / 0
+
+watch.Progress.read = read
+sys.exit(watch.main(["counts.py", "one"]))
+"""
 
 
 # ---------------------------------------------------------------- LOGGER
@@ -447,7 +383,7 @@ def init(project, name, dir, config):
 """
 
 
-def test_wandb_gets_scalars_config_and_samples(run, tmp_path):
+def test_wandb_gets_scalars_and_config(run, tmp_path):
     (tmp_path / "wandb.py").write_text(WANDB)
     done = in_pipe(run, tmp_path, LOGGER="wandb", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -457,7 +393,7 @@ def test_wandb_gets_scalars_config_and_samples(run, tmp_path):
         ("50", {"train_loss": 2.0, "train_time": 60000, "step_avg": 114.9, "tok/s": 35649, "lr_factor": 1.0,
                 "eta": 60}),
         ("1033", {"val_loss": 2.0077, "val_bpb": 1.2163, "train_time": 119969, "step_avg": 116.14})]
-    assert "samples sample 1: def »f(x):" in done.stdout
+    assert done.stdout.endswith("samples \n")      # the launcher hands on what show.py has sampled
 
 
 UNWELL = {      # where it fails: what is put in the package's place

@@ -13,14 +13,15 @@ shift
 jobs=() failed=0
 trap 'kill "${jobs[@]}" 2>/dev/null' EXIT
 for node in "${!hosts[@]}"; do
+    check=(.venv/bin/python -m tools.run.preflight --ranks="${GPUS:-8}" "$@")
     command=(.venv/bin/python -m torch.distributed.run --nnodes="${#hosts[@]}" --node-rank="$node"
         --nproc_per_node="${GPUS:-8}" --master-addr="${hosts[0]}" --master-port="${PORT:-29500}" train_gpt.py "$@")
     # -tt: the machine's processes end with this ssh, so Ctrl-C here stops all of them
-    ssh -tt "${hosts[node]}" "cd $(printf %q "$PWD") && exec $(printf '%q ' "${command[@]}")" </dev/null \
-        > >(sed "s/^/${hosts[node]}: /") &
+    ssh -tt "${hosts[node]}" "cd $(printf %q "$PWD") && $(printf '%q ' "${check[@]}") && exec $(printf '%q ' \
+        "${command[@]}")" </dev/null > >(sed "s/^/${hosts[node]}: /") &
     jobs+=($!)
 done
-for job in "${jobs[@]}"; do
-    wait "$job" || failed=1     # a machine that fails ends the others, by the ranks' own timeouts at the latest
+for _ in "${jobs[@]}"; do
+    wait -n || { failed=1; break; }     # a machine that fails or refuses ends the others: see the trap
 done
 exit $failed

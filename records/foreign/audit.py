@@ -1,4 +1,4 @@
-"""`record audit`: a tree of record folders of other projects, each against its own files and its game's
+"""`record audit`: a tree of record folders of other projects, each against its own files and its track's
 rules.
 
 A finding has a rank: a contradiction in the evidence or with a rule, a claim without evidence, a formality.
@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import inputs
-from foreign import pages
-from foreign.pages import CONTRADICTION, FORMALITY, NO_EVIDENCE, Finding
-from judge.runs import (
+from data import inputs
+from records.foreign import pages
+from records.foreign.pages import CONTRADICTION, FORMALITY, NO_EVIDENCE, Finding
+from records.judge.runs import (
     DATE, FINAL, RULER, STEP, Refused, Run, demand, describe, excerpt, identity, p_term, recipe_of,
     same_losses, test_target)
-from verify import source
-from verify.checks import DAMAGE, LOOK_ONLY
-from verify.folders import TRACKS, Folder
-from verify.rules import check
+from records.verify import source
+from records.verify.checks import DAMAGE, LOOK_ONLY
+from records.verify.folders import TRACKS, Folder
+from records.verify.rules import check
 
 RANKS = {CONTRADICTION: "contradiction", NO_EVIDENCE: "no evidence", FORMALITY: "formality"}
 # Names of folders of runs beside those of the record
@@ -31,13 +31,13 @@ BESIDE = re.compile(r"(?i)base|ablat|prior|previous|before|master|\bmain\b|old|c
 
 # Constants in which the logs of one record may differ
 OF_ONE_LOG = re.compile(r"(?i)seed|run_id|log_?file|path|dir|files|rank|name|date|stamp|port|host")
-# By this part the bytes that scores imply may differ from those of the val text: the first logs of the game,
+# By this part the bytes that scores imply may differ from those of the val text: the first logs of the track,
 # of another cut of the text, are 3.1 % off; the smallest fault so far was 4.1 %
 TEXT_MARGIN = 0.035
 
 
-class Game(NamedTuple):
-    """Rules of a public game. 0, "" and False: no such rule, or the folder does not tell."""
+class TrackRules(NamedTuple):
+    """Rules of a public track. 0, "" and False: no such rule, or the folder does not tell."""
     target: float = 0       # the mean val_loss must not be above it
     test: str = ""          # of the mean: t (p < 0.01), z (std 0.0013, p < 0.001)
     no_flags: bool = False  # of the compiler
@@ -48,8 +48,9 @@ class Game(NamedTuple):
     text: int = 0           # bytes of the val text
 
 
-def game_of(folder: Folder) -> Game:
-    """The Game of a folder by the names of the folders around it, its date, its page and submission.json."""
+def track_rules_of(folder: Folder) -> TrackRules:
+    """The rules of a folder's track, by the names of the folders around it, its date, its page and
+    submission.json."""
     path = folder.path.resolve()
     said = folder.submission
     if "val_bpb" in str(said) or any(run.value("val_bpb") for run in folder.runs):
@@ -57,18 +58,18 @@ def game_of(folder: Folder) -> Game:
         words = " ".join([*path.parts[-4:], *told, folder.readme[:200]])
         record = "10min" in words and not re.search(r"(?i)non.?record|not a record", words)
         text = TRACKS["golf"].val[1] if re.search(r"(?i)10min|16mb", words) else 0     # else of any text
-        return Game(byte_cap=16_000_000, time_cap=600 * record, ranks=8 * record, eval_cap=600 * record,
+        return TrackRules(byte_cap=16_000_000, time_cap=600 * record, ranks=8 * record, eval_cap=600 * record,
                     text=text)
-    track = next((part.lower() for part in reversed(path.parts) if "track" in part), "")
-    if "medium" in track:
-        return Game(target=2.92, ranks=8)
-    if "optim" in track:
-        return Game(target=3.28, test="z")
-    if "short" in track:
+    name = next((part.lower() for part in reversed(path.parts) if "track" in part), "")
+    if "medium" in name:
+        return TrackRules(target=2.92, ranks=8)
+    if "optim" in name:
+        return TrackRules(target=3.28, test="z")
+    if "short" in name:
         date = DATE.match(path.name)
         late = bool(date) and "".join(date.groups()) > "20250201"      # after the 21st record
-        return Game(target=3.28, test="t" if late else "", no_flags=late, ranks=8)
-    return Game()
+        return TrackRules(target=3.28, test="t" if late else "", no_flags=late, ranks=8)
+    return TrackRules()
 
 
 # ------------------------------------------------------------ findings
@@ -80,15 +81,15 @@ def findings(path: Path) -> list[Finding]:
         check(folder, LOOK_ONLY, lines.append)
         return [Finding(CONTRADICTION, f"{line[8:34].strip()}: {line[36:]}") for line in lines
                 if line.startswith("  FAIL")]
-    game = game_of(folder)
+    track = track_rules_of(folder)
     runs = folder.runs + folder.inner
     page = folder.readme
     scripts = pages.code_sizes(folder)
     for run in runs:        # a page may count a model and a script that no log adds up
         run.sizes |= {size + code for size in run.sizes for code in scripts}
-    found = [*file_findings(folder), *script_findings(folder, game), *run_findings(folder, game),
-             *target_findings(runs, game), *pages.summary_findings(page), *text_findings(folder, game),
-             *constant_findings(folder, game), *evaluation_findings(folder, game)]
+    found = [*file_findings(folder), *script_findings(folder, track), *run_findings(folder, track),
+             *target_findings(runs, track), *pages.summary_findings(page), *text_findings(folder, track),
+             *constant_findings(folder, track), *evaluation_findings(folder, track)]
     if runs:
         found += [*pages.score_findings(folder), *pages.size_findings(folder)]
         found += pages.seed_findings("README", pages.page_rows(page), runs)
@@ -115,8 +116,8 @@ def file_findings(folder: Folder) -> Iterator[Finding]:
         yield Finding(FORMALITY, "README.md: there is none")
 
 
-def script_findings(folder: Folder, game: Game) -> Iterator[Finding]:
-    """The script that ran, what it hides, and flags that the game forbids."""
+def script_findings(folder: Folder, track: TrackRules) -> Iterator[Finding]:
+    """The script that ran, what it hides, and flags that the track forbids."""
     def code_of(text: str) -> list[str]:        # but for comments and blanks
         return re.sub("#.*", "", text).split()
 
@@ -136,16 +137,16 @@ def script_findings(folder: Folder, game: Game) -> Iterator[Finding]:
         yield Finding(FORMALITY, f"the {len(folder.runs)} logs hold different scripts ({counts})")
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):
         text = folder.source() or ""
-        if game.byte_cap and (line := source.line_of_file(text)):
+        if track.byte_cap and (line := source.line_of_file(text)):
             yield Finding(CONTRADICTION, f"train_gpt.py ({len(folder.script)} bytes) executes the text of "
                           f"another file (line {line}), which its size leaves out")
         if line := source.packed_line(text):
             yield Finding(FORMALITY, f"train_gpt.py is packed: line {line} runs decoded text as code")
-        if game.no_flags and (flags := source.compiler_flags(text)):
+        if track.no_flags and (flags := source.compiler_flags(text)):
             yield Finding(CONTRADICTION, f"a flag that the rules forbid: {flags[0]}")
 
 
-def run_findings(folder: Folder, game: Game) -> Iterator[Finding]:
+def run_findings(folder: Folder, track: TrackRules) -> Iterator[Finding]:
     """Caps and hardware of single runs; runs that are there twice. One finding of each kind."""
     seen = {}
     found = {}
@@ -159,15 +160,15 @@ def run_findings(folder: Folder, game: Game) -> Iterator[Finding]:
         total = run.facts.get("bytes_total", 0)
         ranks = int(run.facts.get("world_size", 0))
         hardware = run.facts.get("hardware", "")
-        add(not game.byte_cap or not run.finished or total <= game.byte_cap, CONTRADICTION, "size",
-            f"{total:.0f} bytes by its own count, the cap is {game.byte_cap}")
+        add(not track.byte_cap or not run.finished or total <= track.byte_cap, CONTRADICTION, "size",
+            f"{total:.0f} bytes by its own count, the cap is {track.byte_cap}")
         # a last step may end after the cap
-        add(not game.time_cap or (run.time or 0) <= game.time_cap + 1, CONTRADICTION, "time",
-            f"{run.time} s of training, the cap is {game.time_cap} s")
-        add(not game.ranks or ranks in (0, game.ranks), CONTRADICTION, "GPUs",
-            f"{ranks} GPUs, the rules: {game.ranks}")
-        add(not game.ranks or not hardware or "H100" in hardware, FORMALITY, "hardware",
-            f"{hardware}, the rules: {game.ranks}x NVIDIA H100")
+        add(not track.time_cap or (run.time or 0) <= track.time_cap + 1, CONTRADICTION, "time",
+            f"{run.time} s of training, the cap is {track.time_cap} s")
+        add(not track.ranks or ranks in (0, track.ranks), CONTRADICTION, "GPUs",
+            f"{ranks} GPUs, the rules: {track.ranks}")
+        add(not track.ranks or not hardware or "H100" in hardware, FORMALITY, "hardware",
+            f"{hardware}, the rules: {track.ranks}x NVIDIA H100")
         add(-1 in (run.seed, run.seed_in_name) or run.seed == run.seed_in_name, CONTRADICTION, "seed",
             f"by its lines the seed is {run.seed}")
         add(run.path in whole or not run.curves["val"], FORMALITY, "cut", f"cut off at step {run.steps}")
@@ -188,24 +189,24 @@ def run_findings(folder: Folder, game: Game) -> Iterator[Finding]:
         yield from first_of([Finding(rank, text) for text in texts])
 
 
-def text_findings(folder: Folder, game: Game) -> Iterator[Finding]:
+def text_findings(folder: Folder, track: TrackRules) -> Iterator[Finding]:
     """The bytes of text that follow from val_loss, val_bpb and the tokens scored, whatever the tokenizer: one
     score of each run."""
     found = []
-    for run in folder.runs if game.text else []:
+    for run in folder.runs if track.text else []:
         tokens = int(run.facts.get("val_tokens", "0").replace(",", ""))
         for _, loss, bpb in reversed(run.finals):
             if not (tokens and bpb and math.isfinite(loss)):
                 continue
             implied = tokens * loss / math.log(2) / bpb
-            part = implied / game.text
+            part = implied / track.text
             text = (f"{run.file}: val_loss {loss} and val_bpb {bpb} over {tokens} tokens imply {implied:.0f} "
                     "bytes of text, ")
             if part > 1 + TEXT_MARGIN:
-                text += f"the val text has {game.text}: by those val_bpb is {bpb * part:.4f}"
+                text += f"the val text has {track.text}: by those val_bpb is {bpb * part:.4f}"
                 found.append(Finding(CONTRADICTION, text))
                 break
-            if part < 1 - TEXT_MARGIN and game.time_cap:
+            if part < 1 - TEXT_MARGIN and track.time_cap:
                 found.append(Finding(NO_EVIDENCE, f"{text}{part:.0%} of the val text"))
                 break
     yield from first_of(found)
@@ -218,9 +219,9 @@ def first_of(found: list[Finding]) -> Iterator[Finding]:
         yield Finding(finding.rank, finding.text + more)
 
 
-def constant_findings(folder: Folder, game: Game) -> Iterator[Finding]:
+def constant_findings(folder: Folder, track: TrackRules) -> Iterator[Finding]:
     """Constants that differ between the logs of one record, beside seed and names."""
-    for group in pages.groups(folder.runs) if game.time_cap else []:
+    for group in pages.groups(folder.runs) if track.time_cap else []:
         runs = pages.different(group)
         told = []
         shared = set.intersection(*[set(run.settings) for run in runs]) if runs else set()
@@ -237,50 +238,50 @@ def constant_findings(folder: Folder, game: Game) -> Iterator[Finding]:
             yield Finding(rank, f"the logs of one script differ in their constants: {texts}{more}")
 
 
-def evaluation_findings(folder: Folder, game: Game) -> Iterator[Finding]:
+def evaluation_findings(folder: Folder, track: TrackRules) -> Iterator[Finding]:
     """Seconds of what follows training, of the run that took most: a contradiction if those of adapting the
     weights and of the last score are over the cap, else of form, as not all that is scored must count."""
     found = []
-    for run in folder.runs if game.eval_cap else []:
+    for run in folder.runs if track.eval_cap else []:
         adapting = sum(seconds for adapts, seconds in run.after if adapts)
         scoring = [seconds for adapts, seconds in run.after if not adapts]
         total = adapting + sum(scoring)
-        if run.finals and total > game.eval_cap:
-            rank = CONTRADICTION if adapting + sum(scoring[-1:]) > game.eval_cap else FORMALITY
+        if run.finals and total > track.eval_cap:
+            rank = CONTRADICTION if adapting + sum(scoring[-1:]) > track.eval_cap else FORMALITY
             parts = " + ".join(f"{seconds:.1f}" for _, seconds in run.after)
             text = (f"{run.file}: {parts} s of evaluation after training, {total:.0f} s together, the cap is "
-                    f"{game.eval_cap:.0f} s")
+                    f"{track.eval_cap:.0f} s")
             found.append((total, Finding(rank, text)))
     found.sort(key=lambda pair: (pair[1].rank, -pair[0]))
     yield from first_of([finding for _, finding in found])
 
 
-def target_findings(runs: list[Run], game: Game) -> Iterator[Finding]:
+def target_findings(runs: list[Run], track: TrackRules) -> Iterator[Finding]:
     """The target, against the best group of runs that may be the record's: of a script, a subfolder, both."""
     best = None
     keys = (lambda run: run.path.parent, lambda run: run.source, lambda run: (run.path.parent, run.source))
     for group in [group for key in keys for group in pages.groups(runs, key)]:
         losses = [run.value("val_loss") for run in pages.different(group) if run.value("val_loss")]
-        if not game.target or not losses or all(BESIDE.search(os.path.dirname(run.file)) for run in group):
+        if not track.target or not losses or all(BESIDE.search(os.path.dirname(run.file)) for run in group):
             continue
         mean = describe(losses).mean
         n = len(losses)
-        test = test_target(losses, game.target, "val_loss")
-        z = (game.target - mean) * n ** 0.5
-        if {"z": z >= 0.004, "t": bool(test) and test.p < 0.01, "": mean <= game.target}[game.test]:
+        test = test_target(losses, track.target, "val_loss")
+        z = (track.target - mean) * n ** 0.5
+        if {"z": z >= 0.004, "t": bool(test) and test.p < 0.01, "": mean <= track.target}[track.test]:
             return
         best = min(best or (mean, n, z, test), (mean, n, z, test), key=lambda one: one[0])
     if best:
         mean, n, z, test = best
         logs = f"the mean of {n} run{'s' * (n > 1)}, {mean:.5f},"
-        if mean > game.target:
-            yield Finding(CONTRADICTION, f"{logs} is above the target {game.target}")
-        elif game.test == "z":
-            yield Finding(NO_EVIDENCE, f"{logs} is too near the target {game.target}: {z:.5f} by the z-test, "
-                          "the rule asks for 0.004")
+        if mean > track.target:
+            yield Finding(CONTRADICTION, f"{logs} is above the target {track.target}")
+        elif track.test == "z":
+            yield Finding(NO_EVIDENCE, f"{logs} is too near the target {track.target}: {z:.5f} by the "
+                          "z-test, the rule asks for 0.004")
         else:
             p = p_term(test.p) if test else "no test"
-            yield Finding(FORMALITY, f"{logs} against {game.target}: {p}; p < 0.01 is waived for pure "
+            yield Finding(FORMALITY, f"{logs} against {track.target}: {p}; p < 0.01 is waived for pure "
                           "systems changes only")
 
 

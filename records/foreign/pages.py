@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from judge.runs import (
+from records.judge.runs import (
     Run, describe, ends_with_validation, identity, p_term, score_kind, show, show_p, test_target)
-from verify.folders import Folder
+from records.verify.folders import Folder
 
-# Ranks of a finding: two things in the folder exclude each other, or a rule of the game; nothing in the
+# Ranks of a finding: two things in the folder exclude each other, or a rule of the track; nothing in the
 # folder shows a claim; something of form
 CONTRADICTION = 1
 NO_EVIDENCE = 2

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import inputs
-from judge import tries
-from judge.runs import demand
-from judge.tries import Change, Proxy
-from verify.folders import ROOT
+from data import inputs
+from records.judge import tries
+from records.judge.runs import demand
+from records.judge.scores import demand_comparable
+from records.judge.tries import Change, Proxy
+from records.verify.folders import ROOT
 
 PRESET = "speedrun_plus"
 WIDTHS = (32, 48)
@@ -56,7 +57,7 @@ class Public(NamedTuple):
 class Known(NamedTuple):
     """A technique or a loser."""
     name: str
-    kind: str           # table, attention, streams, loss, optimizer, first values, schedule
+    kind: str           # table, attention, streams, loss, optimizer, init, schedule
     public: Public | None       # None: worse, but not told by how much
     flags: dict         # {name: value}; a tuple counts blocks of windows
     edits: tuple = ()   # (text of train_gpt.py, what takes its place)
@@ -161,7 +162,7 @@ LIST = [
     Known("Muon on pairs of heads", "optimizer",
           Public(1490, 10, source="2026-04-08_PairedHeadMuon"),
           dict(muon_pairs=0)),
-    Known("first values of V and O", "first values",
+    Known("first values of V and O", "init",     # a name that the draw of the third depends on
           Public(1575, 20, source="2026-01-30_MimeticValueOutput"),
           {}, (ZERO_PROJ, FULL_VALUES)),
     # ----- losers
@@ -204,7 +205,7 @@ def edited(text: str, edits: tuple) -> str:
 
 def flags_at(known: Known, width: int) -> dict:
     """Its flags at a width."""
-    import proxy
+    from tools.run import proxy
     import train_gpt
     full = train_gpt.preset_config(PRESET)
     windows = proxy.speedrun_windows(full, width / full.model_dim)
@@ -265,13 +266,15 @@ def calibrate(args: Any, say: Callable) -> dict:
 
 
 def run_jobs(jobs: list, workers: int, losses: dict, path: Path, say: Callable) -> None:
-    """Trains them and adds their losses to `losses` and to the file; the first that fails ends it, once those
-    beside it are done."""
+    """Trains them and adds their losses to `losses` and to the file; the first that fails, or is scored on
+    other tokens than those before it, ends it, once those beside it are done."""
+    first: dict = {}        # {(width, text): run}
     for i in range(0, len(jobs), workers):
         some = jobs[i:i + workers]
         for job, run in zip(some, tries.side_by_side(some, workers)):
             demand(not isinstance(run, Exception), str(run))
             change, proxy, seed = job
+            demand_comparable([first.setdefault((proxy.width, proxy.text), run), run], "val_loss")
             loss = tries.loss_of(run)
             losses.setdefault(cell_of(*job), {})[seed] = loss
             say(f"{i + len(some)}/{len(jobs)} {change.name}, width {proxy.width}, {proxy.text}, seed {seed}: "

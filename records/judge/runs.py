@@ -9,7 +9,9 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import re
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import inputs
+from data import inputs
 
 
 class Refused(Exception):
@@ -34,6 +36,27 @@ def demand(good: Any, sentence: str, error: type[Exception] = Refused) -> None:
     """Raises error with the sentence unless good."""
     if not good:
         raise error(sentence)
+
+
+def demand_no_dead_link(path: Path) -> None:
+    """Refuses a path that leads through a link to where nothing is, such as a disk that is not mounted."""
+    for part in (path, *path.parents):
+        if part.is_symlink() and not part.exists():
+            raise Refused(f"{part} is a link to {os.readlink(part)}, where nothing is: make that folder, or "
+                          "remove the link")
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and those around it. Raises Refused where a link leads nowhere."""
+    demand_no_dead_link(path)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder that an earlier run left, or the link that stands for it."""
+    if path.is_symlink():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 DIGITS = {"val_bpb": 8, "val_loss": 4, "core": 6, "time": 4}    # as they are printed
@@ -141,6 +164,7 @@ class Run:
     steps: int = 0
     finished: bool = False
     steps_repeat: bool = False      # a step number came back: resumed, or two runs in one file
+    partial: bool = False           # val_loss_partial: of fewer val tokens than its preset scores
 
     @property
     def file(self) -> str:
@@ -178,18 +202,26 @@ class Run:
             return self.time
         if metric == "core":
             return self.facts.get("core")
-        # a log of ours has two scores; its configuration says which one counts
-        trained_counts = self.config.get("score_artifact") == "0"
-        for tag, loss, bpb in reversed(self.finals):
-            value = bpb if metric == "val_bpb" else loss
-            if value is not None and (not trained_counts or tag == "final_model_exact"):
-                if self.kind in ("", score_kind(tag)):
-                    return value
+        if final := self.counted(metric):
+            _, loss, bpb = final
+            return bpb if metric == "val_bpb" else loss
         val = self.curves["val"]
         if val and metric == "val_loss" and self.finished:
             return val[-1].loss
         if metric == "val_bpb" and self.finished and not self.finals:
             return self.facts.get("last_bpb")
+        return None
+
+    def counted(self, metric: str) -> tuple | None:
+        """The one of the final scores that counts; None where the log has none."""
+        # a log of ours has two scores; its configuration says which one counts
+        trained_counts = self.config.get("score_artifact") == "0"
+        for final in reversed(self.finals):
+            tag, _, bpb = final
+            has_value = metric != "val_bpb" or bpb is not None
+            if has_value and (not trained_counts or tag == "final_model_exact"):
+                if self.kind in ("", score_kind(tag)):
+                    return final
         return None
 
 
@@ -331,6 +363,7 @@ def read_curves(run: Run, body: str) -> None:
             seconds = float(time) / units_per_second[unit]
         if kind:
             curve = run.curves["val" if kind.startswith("val") else "train"]
+            run.partial |= kind == "val_loss_partial"
             if curve and step <= curve[-1].step:
                 run.steps_repeat = True
             tokens = int(rate) * seconds if rate else None
@@ -419,7 +452,8 @@ def read_run(path: Path, source: str | None, head: str, body: str) -> Run:
     rest = re.sub(r"^step:\d.*\n", "", body, flags=re.M)        # most lines of a log are steps
     read_facts(run, head, rest)
     read_settings(run, head, body)
-    for tag, _, loss, bpb in FINAL.findall(rest):
+    for tag, name, loss, bpb in FINAL.findall(rest):
+        run.partial |= name == "val_loss_partial"
         run.finals.append((tag, float(loss), float(bpb) if bpb else None))
     for protocol, scores in PROTOCOL.findall(rest):
         run.protocols.setdefault(protocol, []).append(scores)
@@ -470,7 +504,7 @@ def read_runs(log: Path | str) -> list[Run]:
 
 def run_of_events(log: Path, events: list[dict[str, Any]]) -> Run:
     """The Run of a train.log by its events, in the digits of the log. What only checks of records ask for,
-    such as digests and sizes, is left to read_log()."""
+    such as sizes, is left to read_log()."""
     run = Run(log)
     script = log.with_name("train_gpt.py")
     if script.is_file():
@@ -482,7 +516,12 @@ def run_of_events(log: Path, events: list[dict[str, Any]]) -> Run:
             data = event["data"]
             run.config = event["config"]
             run.facts |= {"torch": event["torch"], "hardware": event["hardware"],
-                          "fingerprint": str(data["fingerprint"]), "val_tokens": str(data["val_tokens"])}
+                          "fingerprint": str(data["fingerprint"]), "val_tokens": str(data["val_tokens"]),
+                          "val_bytes": str(data.get("val_bytes")), "data": str(data.get("name"))}
+            run.digests = data.get("sha256", {})
+            run.eval = {name: str(value) for name, value in event.get("eval", {}).items()}
+            own, taken = event.get("overrides", {}).get("val_tokens", ("0", "0"))
+            run.partial = taken not in ("0", own)
         elif kind == "setup":
             told = {name: f"{event[f'{name}_ms']}ms" for name in ("setup", "compile")}
             run.settings = run.settings or told     # of a resumed run the first, as in the text
@@ -561,6 +600,7 @@ def find_logs(path: Path | str, follow: bool = True) -> list[Path]:
     """Log files at path: itself, or every .log and .txt below it, of linked folders too if they are to be
     followed. Raises Refused."""
     path = Path(path)
+    demand_no_dead_link(path)
     demand(path.is_file() or path.is_dir(), f"{path} is no file and no folder")
     if path.is_file():
         return [path]
@@ -909,11 +949,12 @@ def batch_means(points: list[Point]) -> list[tuple[float, float]]:
     return rows
 
 
-def equal_point(a: list[Run], b: list[Run],
-                axis: str) -> tuple[tuple[str, float], np.ndarray, np.ndarray] | None:
+def equal_point(a: list[Run], b: list[Run], axis: str,
+                splits: list[str]) -> tuple[tuple[str, float], np.ndarray, np.ndarray] | None:
     """((name of the loss, place), losses of a, losses of b) at the last place on an axis that all runs have
-    reached, by val loss if all have a curve of it. None where there is no such place."""
-    for split, least in (("val", 4), ("train", 2)):
+    reached, by the first of the splits that all have a curve of. None where there is no such place."""
+    for split in splits:
+        least = 4 if split == "val" else 2
         curves = [points_with(run, split, axis) for run in (*a, *b)]
         if all(len(curve) >= least for curve in curves):
             place = min(getattr(curve[-1], axis) for curve in curves)

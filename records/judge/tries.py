@@ -21,12 +21,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import inputs
-from judge import sequential
-from judge.runs import Refused, Run, WrongSeed, demand, demand_seed, only, read_runs, why_not_another
-from judge.sequential import Noise, Series
-from judge.trials import last_line, run_once, training_command
-from verify.folders import ROOT, sha256
+from data import inputs
+from records.judge import sequential
+from records.judge.runs import (
+    Refused, Run, WrongSeed, demand, demand_seed, make_folder, only, read_runs, remove_folder,
+    why_not_another)
+from records.judge.scores import demand_comparable
+from records.judge.sequential import Noise, Series
+from records.judge.trials import last_line, run_once, training_command
+from records.verify.folders import ROOT, sha256
 
 LEDGER = "logs/tries.tsv"
 COLUMNS = ("number", "when", "commit", "script", "what", "preset", "width", "text", "tokens", "pairs", "gain",
@@ -37,7 +40,7 @@ RANK_ALPHA = 0.05       # of a ranking: probability that any change without a ga
 # Sections of train_gpt.py that a try may edit besides its recipe's
 FREE_SECTIONS = ("4 techniques", "5 optimizer", "6 schedules")
 BANNER = "# ---------- "
-PROXIES = "tools/proxy.py"  # scales recipes down
+PROXIES = "tools/run/proxy.py"  # scales recipes down
 
 
 class Proxy(NamedTuple):
@@ -98,7 +101,7 @@ def run_or_read(change: Change, proxy: Proxy, seed: int, threads: int) -> Run:
     if run := finished(name):
         demand_seed(run, seed, change.name)
         return run
-    shutil.rmtree(Path("logs", name), ignore_errors=True)       # what a killed run left
+    remove_folder(Path("logs", name))       # what a killed run left
     command = f"export OMP_NUM_THREADS={threads} OMP_WAIT_POLICY=PASSIVE; exec {proxy_command(change, proxy)}"
     return run_once(change.name, command, name, seed)
 
@@ -178,15 +181,15 @@ def forbidden_edits(before: str, after: str, preset: str) -> list[str]:
     old = sections(before)
     new = sections(after)
     titles = [title for title in {**old, **new} if old.get(title) != new.get(title)]
-    game = preset.removesuffix("_plus")
-    own = (f"{preset}:", f"{game} and {game}_plus:")
+    track = preset.removesuffix("_plus")
+    own = (f"{preset}:", f"{track} and {track}_plus:")
     found = [title for title in titles if title not in FREE_SECTIONS and not title.startswith(own)]
     return found
 
 
 def frozen(text: str, folder: Path) -> Path:
     """Writes a script where later edits do not reach it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     path = folder / "train_gpt.py"
     path.write_text(text, encoding="utf-8")
     return path
@@ -217,7 +220,7 @@ def read_ledger(path: str | Path) -> list[dict]:
 
 def add_to_ledger(path: str | Path, row: dict) -> None:
     """Adds a line in one write, so that a kill leaves none or all of it."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    make_folder(Path(path).parent)
     head = "" if Path(path).exists() else "\t".join(COLUMNS) + "\n"
     cells = [re.sub(r"\s+", " ", str(row.get(name, ""))) for name in COLUMNS]
     with open(path, "a", encoding="utf-8") as file:
@@ -295,6 +298,10 @@ def proxy_of(args: Any, tries: list[dict], head: Change) -> tuple[Proxy, int]:
     return Proxy(args.preset, width, args.text), tokens
 
 
+def quiet(*lines: str) -> None:
+    """say() for what was said before."""
+
+
 def add_sample(runs: list[Run], run: Run, change: Change) -> None:
     """Adds a run of another seed to those of a change. Raises Refused if it is one of them again."""
     why = why_not_another(run, runs)
@@ -327,6 +334,7 @@ def pairs_of(head: Change, yours: Change, proxy: Proxy, number: int, noise: Nois
         add_sample(runs_before, before, head)
         if isinstance(after, Run):
             add_sample(runs_after, after, yours)
+            demand_comparable([runs_before[0], before, after], "val_loss", quiet if gains else say)
         try:
             if isinstance(after, Refused):
                 raise after
@@ -475,6 +483,7 @@ def rank(args: Any, say: Callable) -> dict:
     base, changes = changes_of(plan, args.name)
     losses: dict = {}
     samples: dict = {}
+    first: dict = {}        # {(width, text): the run that all others there have to compare with}
     active = changes
     ranked: dict[str, Ranked] = {}
     done: set = set()
@@ -493,6 +502,7 @@ def rank(args: Any, say: Callable) -> dict:
                 raise run
             cell = change.name, proxy.width, proxy.text
             add_sample(samples.setdefault(cell, []), run, change)
+            demand_comparable([first.setdefault(cell[1:], run), run], "val_loss")
             losses.setdefault(cell, {})[seed] = loss_of(run)
             done.add(run.path.parent.name)
         for change in [*active]:
@@ -528,7 +538,7 @@ def rank_lines(ranked: dict, plan: dict) -> list[str]:
 def draw_ranking(ranked: dict, plan: dict, path: str) -> None:
     """Gains over width, a line for each change."""
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(8, 1.5 + 0.5 * len(ranked) + 2), layout="constrained")
+    figure = Figure(figsize=(8, 4.3 + 0.2 * len(ranked)), layout="constrained")
     axes = figure.subplots()
     for i, found in enumerate(ranked.values()):
         means = [series.mean for series in found.by_width.values()]
@@ -539,9 +549,11 @@ def draw_ranking(ranked: dict, plan: dict, path: str) -> None:
                       label=f"{found.name}: {found.verdict}")
     axes.axhline(0, color="0.5", linewidth=1)
     axes.set(xscale="log", xlabel="width of the proxy", ylabel="gain, nats per token",
-             title=f"{plan['preset']}: mean of {len(plan['texts'])} texts")
+             title=f"{plan['preset']}: gain over the recipe, mean of {len(plan['texts'])} "
+                   f"{'text' if len(plan['texts']) == 1 else 'texts'}")
     axes.set_xticks(plan["widths"], [str(width) for width in plan["widths"]])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False)
+    make_folder(Path(path).parent)
     figure.savefig(path, dpi=110, metadata={"Software": None})

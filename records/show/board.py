@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-import inputs
-from judge.runs import batch_means, demand, describe, show, show_p
-from verify import folders
-from verify.checks import LOOK_ONLY, Rule, first_difference, require
-from verify.folders import NEWEST, RULES, Folder, best_before, rank_key, records_of, table
-from verify.rules import check
+from data import inputs
+from records.judge.runs import batch_means, demand, describe, show, show_p
+from records.verify import folders
+from records.verify.checks import LOOK_ONLY, Rule, first_difference, require
+from records.verify.folders import NEWEST, RULES, Folder, best_before, rank_key, records_of, table
+from records.verify.rules import check
 
-# A plain GPT within the limits of a game, as docs/log.md has it ("peers, tuned")
+# A plain GPT within the limits of a track, as docs/log.md has it ("peers, tuned")
 PLAIN = {"tiny": [{"name": "a plain GPT", "metric": "val_bpb", "better": "lower",
                    "value": 1.4221, "about": "4 layers of 128, 3 seeds"}]}
 PACE_STEP = 100     # at which a machine's speed is compared with the record's
@@ -91,9 +91,10 @@ def rules_table(version: int) -> str:
 
 
 def target_of(name: str, records: dict[str, Folder]) -> dict[str, Any]:
-    """What a run of a track is shown against at its end (tools/watch.py) and in its loss.png. curve_of: of
-    which split `curve` has the loss. Where the game is to reach a value in the least time, `seconds` is what
-    the record took. pace: the median training seconds of its runs at step PACE_STEP, and their machine."""
+    """What a run of a track is shown against at its end (tools/run/watch.py) and in its loss.png. curve_of:
+    of which split `curve` has the loss. Where the track is to reach a value in the least time, `seconds` is
+    what the record took. pace: the median training seconds of its runs at step PACE_STEP, and their
+    machine."""
     track = RULES[NEWEST].tracks[name]
     mean = track.start
     about = f"{track.start_name}, {track.hardware}"

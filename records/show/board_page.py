@@ -1,252 +1,244 @@
 """One HTML page of a tree of runs and records: ./run.sh board --html [PATH…] --out board.html.
 
-A sortable table, loss curves to hover over and to zoom into (Bokeh, whose script the page contains), the
-constants that differ, samples, links to the files. It needs no server and no network.
+A chart to hover over and to zoom into (Bokeh, whose script the page contains), a sortable table in which a
+record is one row that opens, the constants that differ, samples, links to the files: for each track, and for
+scores that do not compare one below the other. It needs no server and no network, and fits a phone.
 """
 import html
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
-import numpy as np
+from records.judge.runs import Refused, demand, describe, make_folder, show
+from records.judge.scores import name_of_metric, partial_line
+from records.show.board_chart import chart_of, colors_of
+from records.show.board_rows import Item, Row, Section, group_name, rows_of_paths, sections_of
+from records.show.board_style import SCRIPT, STYLE
+from records.show.names import constants_of, differing
 
-from judge.runs import Point, Refused, Run, demand, find_logs, log_text, points_with, read_runs, show
-from verify.folders import read_json
-
-MOST_POINTS = 200       # of a curve
-MOST_SAMPLE = 4000      # characters of a run's samples
 LIMIT = 4_000_000       # bytes of the page
-PALETTE = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22",
-           "#17becf")
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1400px; padding: 0 1em;
-       color: #1a1a1a; background: #fff; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25em .7em; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap; }
-td.n { text-align: right; } th button { all: unset; cursor: pointer; font-weight: 600; }
-th button:focus-visible { outline: 2px solid #1f77b4; } th button::after { content: " \\2195"; color: #999; }
-pre { background: #f5f5f5; padding: .8em; overflow-x: auto; } .dot { font-size: 1.3em; line-height: 0; }
-"""
-# A click on the head of a column sorts by it, another one turns it round; cells without a value come last
-SORT = """
-for (const button of document.querySelectorAll("th button")) button.onclick = () => {
-  const head = button.parentElement, table = head.closest("table"), rows = [...table.tBodies[0].rows];
-  const down = head.ariaSort === "ascending";
-  for (const other of table.querySelectorAll("th")) other.ariaSort = "none";
-  head.ariaSort = down ? "descending" : "ascending";
-  const value = row => row.cells[head.cellIndex].dataset.value ?? "";
-  rows.sort((a, b) => {
-    const [x, y] = [value(a), value(b)];
-    if (!x || !y) return !x - !y;
-    const order = isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y;
-    return down ? -order : order;
-  });
-  table.tBodies[0].append(...rows);
-};
-"""
+MOST_COLUMNS = 5        # runs of one's own whose constants are listed
+FILES = {"result.json": "result", "train_gpt.py": "script", "loss.png": "picture", "README.md": "page"}
+SCORES = ("val_bpb", "val_loss", "core", "time")
 
 
-class Row(NamedTuple):
-    """A run as the page shows it."""
-    name: str           # its folder, and its log where the folder holds several
-    group: str          # runs that share a colour: a record's, or those of equal script and constants
-    run: Run
-    result: dict        # result.json; {} where there is none
-    folder: Path
-    samples: str
+def dot(color: str) -> str:
+    return f'<span class=dot style="background:{color}"></span>'
 
 
-def result_beside(log: Path) -> dict[str, Any]:
-    """The result.json of a log of ours, or {}."""
-    name = log.name.replace("train", "result").removesuffix(".log") + ".json"
-    try:
-        return read_json(log.with_name(name))
-    except (Refused, OSError):
-        return {}
-
-
-def samples_of(log: Path) -> str:
-    """What the run wrote at its end, from its first sample to the summary."""
-    text = log_text(log).rpartition("=" * 100 + "\n")[2]
-    found = re.search(r"^sample 1: (?s:.*?)(?=^ +train_time_ms  |\Z)", text, re.M)
-    return found[0][:MOST_SAMPLE].rstrip() if found else ""
-
-
-def rows_of(paths: Sequence[Path | str], say: Callable) -> list[Row]:
-    """The runs below paths, each log once. Raises Refused if there is none."""
-    rows = []
-    seen = set()
-    for path in paths:
-        for log in find_logs(path):
-            if log.resolve() in seen:
-                continue
-            seen.add(log.resolve())
-            try:
-                found = [run for run in read_runs(log) if run.curves["train"] or run.curves["val"]]
-            except Refused as error:
-                say(f"left out: {error}")
-                continue
-            result = result_beside(log) if len(found) == 1 else {}
-            home = log.parent
-            is_record = (log.parent / "submission.json").exists()
-            alone = log.name == "train.log" and not is_record
-            words = [result.get("preset", "")]
-            words += [f"{key}={pair[-1]}" for key, pair in result.get("overrides", {}).items()
-                      if key not in ("seed", "run_id")]
-            words.append(f"script {result.get('code_sha256', '')[:6]}")
-            group = home.name if is_record or not result else " ".join(words)
-            for run in found:
-                name = home.name if alone and len(found) == 1 else f"{home.name}/{run.file}"
-                rows.append(Row(name, group, run, result, home, samples_of(log)))
-    demand(rows, f"no run in {', '.join(str(path) for path in paths)}")
-    return rows
-
-
-# ------------------------------------------------------------ parts of the page
-def cell(value: Any, text: str | None = None) -> str:
-    """A cell of a sortable table; text: already HTML."""
+def cell(head: str, value: Any, text: str | None = None) -> str:
+    """A cell of a sortable table. head: its column's, which a phone shows beside it; text: already HTML."""
     number = isinstance(value, int | float)
     shown = text if text is not None else html.escape("" if value is None else str(value))
     key = "" if value is None else f' data-value="{html.escape(str(value))}"'
-    return f"<td{' class=n' if number else ''}{key}>{shown}</td>"
-
-
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    """HTML of a table whose columns sort. rows: lists of cells."""
-    top = "".join(f"<th><button>{html.escape(head)}</button></th>" for head in heads)
-    body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return f'<div class=wide><table><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+    kind = " class=n" if number else ""
+    return f'<td{kind}{key} data-label="{html.escape(head)}"><span>{shown}</span></td>'
 
 
 def links(row: Row, home: Path) -> str:
     """Links to the files of a run, relative to the page's folder."""
-    names = [row.run.path.name, "result.json", "train_gpt.py", "loss.png", "README.md"]
-    found = [name for name in names if (row.folder / name).exists()]
-    return " ".join(f'<a href="{quote(os.path.relpath(row.folder / name, home))}">{html.escape(name)}</a>'
-                    for name in found)
+    found = {row.run.path.name: "log"} | FILES
+    return " ".join([f'<a href="{quote(os.path.relpath(row.folder / name, home))}">{text}</a>'
+                     for name, text in found.items() if (row.folder / name).exists()])
 
 
-def main_table(rows: list[Row], colors: dict[str, str], home: Path) -> str:
-    """A row a run: scores, counts, links."""
-    heads = ["run", "preset", "val_bpb", "val_loss", "core", "seconds", "steps", "tokens", "bytes", "seed",
-             "text", "hardware", "files"]
-    made = []
-    for row in rows:
-        run = row.run
-        result = row.result
-        scores = [(value, show(metric, value)) if value is not None else (None, "") for metric, value in
-                  ((metric, run.value(metric)) for metric in ("val_bpb", "val_loss", "core", "time"))]
-        counts = [(value, f"{value:,}" if value is not None else "") for value in
-                  (run.steps, result.get("tokens"), result.get("bytes_total"))]
-        dot = f'<span class=dot style="color:{colors[row.group]}">●</span> '
-        state = "" if run.finished else " (not finished)"
-        made.append([
-            cell(row.name, dot + html.escape(row.name + state)),
-            cell(result.get("preset") or run.config.get("preset")),
-            *(cell(*pair) for pair in scores + counts), cell(run.seed if run.seed >= 0 else None),
-            cell(result.get("data", {}).get("name")), cell(run.facts.get("hardware")),
-            cell("", links(row, home))])
-    return table(heads, made)
+# ------------------------------------------------------------ the table
+def numbers_of(rows: list[Row], metric: str) -> list[float]:
+    """A column's numbers of some runs, [] where one lacks it."""
+    if metric in SCORES:
+        values = [row.value(metric) for row in rows]
+    elif metric == "steps":
+        values = [row.run.steps or None for row in rows]
+    else:
+        values = [row.result.get(metric) for row in rows]
+    return [] if None in values else values
 
 
-def constants_table(rows: list[Row], colors: dict[str, str]) -> str:
-    """The constants in which the runs differ, but for seed and name."""
-    configs = [row.result.get("config") or row.run.config for row in rows]
-    names = sorted({name for config in configs for name in config} - {"seed", "run_id"})
-    differ = [name for name in names if len({config[name] for config in configs if name in config}) > 1]
-    if not differ:
-        return "<p>All runs have the same constants.</p>"
-    made = [[cell(row.name, f'<span class=dot style="color:{colors[row.group]}">●</span> '
-                  + html.escape(row.name)), *(cell(config.get(name)) for name in differ)]
-            for row, config in zip(rows, configs)]
-    return table(["run", *differ], made)
+def number_cell(head: str, rows: list[Row], metric: str) -> str:
+    """The mean over runs; of a score of several runs the deviation, too."""
+    values = numbers_of(rows, metric)
+    if not values:
+        return cell(head, None)
+    s = describe(values)
+    text = show(metric, s.mean) if metric in SCORES else f"{s.mean:,.0f}"
+    if s.std is not None and metric in ("val_bpb", "val_loss", "core"):
+        text += f" <small>± {s.std:.4f}</small>"
+    return cell(head, s.mean, text)
 
 
-def samples_part(rows: list[Row]) -> str:
+def told_by(row: Row) -> dict[str, Any]:
+    """The columns of a row that hold words."""
+    return {"preset": row.result.get("preset") or row.run.config.get("preset"),
+            "hardware": row.run.facts.get("hardware"), "torch": row.run.facts.get("torch")}
+
+
+def columns_of(section: Section) -> tuple[dict[str, str], list[str], str]:
+    """({head: number}, words that differ between rows, a sentence of those that do not)."""
+    rows = [row for item in section.items for row in item.rows]
+    heads = {"val_bpb": "val_bpb", name_of_metric(section.runs, "val_loss"): "val_loss", "core": "core",
+             "seconds": "time", "steps": "steps", "tokens": "tokens", "bytes": "bytes_total"}
+    heads = {head: name for head, name in heads.items() if any(numbers_of([row], name) for row in rows)}
+    words = [name for name in told_by(rows[0]) if len({told_by(row)[name] for row in rows}) > 1]
+    same = [f"{name} {value}" for name, value in told_by(rows[0]).items() if name not in words and value]
+    return heads, words, "; ".join(same)
+
+
+def table_row(item: Item, rows: list[Row], first: str, heads: dict[str, str], words: list[str], home: Path,
+              seed: str) -> str:
+    """The cells of a run, or of a record with all of its runs. first: HTML of the first cell."""
+    cells = [cell("run", item.name, first)]
+    cells += [number_cell(head, rows, name) for head, name in heads.items()]
+    cells.append(cell("seed", seed))
+    for name in words:
+        told = sorted({str(told_by(row)[name]) for row in rows})
+        cells.append(cell(name, "/".join(told)))
+    cells.append(cell("files", "", links(rows[0], home)))
+    return "".join(cells)
+
+
+def item_body(item: Item, color: str, heads: dict[str, str], words: list[str], home: Path) -> str:
+    """The part of the table that an item has: a row, and those of a record's runs, hidden at first."""
+    state = "" if item.rows[0].run.finished else " (not finished)"
+    several = len(item.rows) > 1
+    note = html.escape(item.note)
+    if several:
+        note += f" <button class=open aria-expanded=false>{len(item.rows)} runs</button>"
+    name = f"{dot(color)}<b>{html.escape(item.name + state)}</b><small>{note}</small>"
+    seeds = [str(row.run.seed) if row.run.seed >= 0 else "" for row in item.rows]
+    told = f"n={len(item.rows)}" if several else seeds[0]
+    lines = [f"<tr>{table_row(item, item.rows, name, heads, words, home, told)}</tr>"]
+    for row, seed in zip(item.rows if several else [], seeds):
+        own = f"<small>{html.escape(row.run.file)}</small>"
+        lines.append(f"<tr class=part hidden>{table_row(item, [row], own, heads, words, home, seed)}</tr>")
+    kind = "record" if item.record else "own"
+    return f"<tbody class={kind}>{''.join(lines)}</tbody>"
+
+
+def table_of(section: Section, home: Path) -> str:
+    """The table of a section, and what is the same in all of its rows."""
+    heads, words, same = columns_of(section)
+    colors = colors_of(section)
+    names = ["run", *heads, "seed", *words, "files"]
+    top = "".join([f"<th><button>{html.escape(name)}</button></th>" for name in names])
+    bodies = "\n".join([item_body(item, colors[item.key], heads, words, home) for item in section.items])
+    told = f"<p class=same>The same in all rows: {html.escape(same)}.</p>" if same else ""
+    return f"<table class=runs><thead><tr>{top}</tr></thead>\n{bodies}\n</table>\n{told}"
+
+
+# ------------------------------------------------------------ the other parts
+def legend_of(section: Section, number: int) -> str:
+    """Buttons that hide and show the curves of each kind of run."""
+    colors = colors_of(section)
+    names: dict[str, list[str]] = {}
+    for item in section.items:
+        names.setdefault(item.key, []).append(item.name)
+    shown = [f'<button data-curve="{html.escape(f"{number} {key}")}" aria-pressed=true>{dot(colors[key])}'
+             f"{html.escape(group_name(some))}</button>" for key, some in names.items()]
+    return f"<div class=legend>{''.join(shown)}</div>"
+
+
+def constants_part(section: Section) -> str:
+    """A table of the constants in which one's own runs and the best record differ; without runs of one's own
+    those of the records."""
+    own: dict[str, list[Item]] = {}
+    for item in section.items:
+        if not item.record:
+            own.setdefault(item.key, []).append(item)
+    records = [item for item in section.items if item.record]
+    items = [some[0] for some in own.values()][:MOST_COLUMNS]
+    items += records[:1] if own else records[:MOST_COLUMNS]
+    names_above = [group_name([other.name for other in own.get(item.key, [item])]) for item in items]
+    configs = [item.rows[0].result.get("config") or constants_of(item.runs[0]) for item in items]
+    names = [name for name in differing(configs) if name not in ("seed", "run_id")]
+    if not names:
+        return ""
+    heads = "".join([f"<th>{html.escape(name)}</th>" for name in names_above])
+    rows = []
+    for name in names:
+        cells = [cell(head, config.get(name)) for head, config in zip(names_above, configs)]
+        rows.append(f"<tr><th>{html.escape(name)}</th>{''.join(cells)}</tr>")
+    return (f"<details><summary>{len(names)} constants that differ</summary>\n<table class=constants>"
+            f"<thead><tr><th>constant</th>{heads}</tr></thead>\n"
+            f"<tbody>{''.join(rows)}</tbody></table></details>")
+
+
+def samples_part(sections: list[Section]) -> str:
+    """What the models wrote: each run of one's own, and the first run of each record."""
     parts = []
-    for row in rows:
+    for item in [item for section in sections for item in section.items]:
+        row = item.rows[0]
         if row.samples:
-            name = html.escape(row.name)
-            text = html.escape(row.samples)
-            parts.append(f"<details><summary>{name}</summary><pre>{text}</pre></details>")
-    return "\n".join(parts) or "<p>No run wrote samples.</p>"
+            name = html.escape(f"{item.name}, {row.name}")
+            parts.append(f"<details><summary>{name}</summary><pre>{html.escape(row.samples)}</pre></details>")
+    return "\n".join(["<h2>Samples</h2>", *parts]) if parts else ""
 
 
-def thinned(points: list[Point]) -> list[Point]:
-    """At most MOST_POINTS of a curve, the first and the last among them."""
-    places = np.unique(np.linspace(0, len(points) - 1, min(len(points), MOST_POINTS)).round().astype(int))
-    return [points[i] for i in places]
+def section_part(section: Section, number: int, chart: str, home: Path) -> str:
+    """HTML of a section."""
+    partial = f"<p>{html.escape(partial_line(section.runs))}.</p>" if section.partial else ""
+    return f"""<section>
+<h2>{html.escape(section.title)}</h2>
+{partial}{legend_of(section, number)}
+{chart}
+<p class=same>Solid: train loss, smoothed. Dashed: val during training. Dots: final val. Grey: records, the
+median of their runs. Scroll or drag a box to zoom; click the legend to hide.</p>
+{table_of(section, home)}
+{constants_part(section)}
+</section>"""
 
 
-def curves_part(rows: list[Row], colors: dict[str, str]) -> tuple[str, str]:
-    """(script and HTML of the curves, the library's script)"""
-    from bokeh.embed import components
-    from bokeh.models import ColumnDataSource, HoverTool, Legend, LegendItem
-    from bokeh.plotting import figure
-    from bokeh.resources import Resources
-    plot = figure(height=560, sizing_mode="stretch_width", y_axis_type="log", x_axis_label="train_time (s)",
-                  y_axis_label="nats per token", tools="pan,wheel_zoom,box_zoom,reset,save",
-                  active_scroll="wheel_zoom", active_drag="box_zoom", output_backend="canvas")
-    drawn = {}
-    for row in rows:
-        for split, dash in (("train", "solid"), ("val", "dashed")):
-            points = thinned(points_with(row.run, split, "seconds"))
-            if not points:
-                continue
-            source = ColumnDataSource(dict(
-                seconds=[point.seconds for point in points], loss=[point.smooth for point in points],
-                step=[point.step for point in points], run=[row.name] * len(points),
-                split=[split] * len(points)))
-            style = dict(color=colors[row.group], alpha=0.8)
-            parts = [plot.line("seconds", "loss", source=source, line_dash=dash, line_width=1.6, **style)]
-            if split == "val":
-                parts.append(plot.scatter("seconds", "loss", source=source, size=6, **style))
-            drawn.setdefault(row.group, []).extend(parts)
-    plot.add_tools(HoverTool(tooltips=[
-        ("run", "@run"), ("step", "@step{0,0}"), ("@split", "@loss{0.0000}"), ("seconds", "@seconds{0.0}")]))
-    names = {group: group if len(group) < 60 else group[:57] + "..." for group in drawn}
-    plot.add_layout(Legend(items=[LegendItem(label=names[group], renderers=parts)
-                                  for group, parts in drawn.items()][:30], click_policy="hide"), "below")
-    script, div = components(plot)
-    return script + div, Resources(mode="inline", components=["bokeh"]).render()
+def summary_of(sections: list[Section]) -> str:
+    """How much there is, and the best of it where all of it is one track."""
+    items = [item for section in sections for item in section.items]
+    own = len([item for item in items if not item.record])
+    records = len(items) - own
+    counts = ((own, "run"), (records, "record"))
+    text = " and ".join([f"{count} {word}{'s' * (count != 1)}" for count, word in counts if count])
+    if len(sections) > 1:
+        text += f" in {len(sections)} parts: only scores of the same tokens of the same text compare"
+    else:
+        metric = sections[0].metric
+        for kind, record in (("best run", False), ("record", True)):
+            values = [item.mean(metric) for item in items if item.record == record]
+            values = [value for value in values if value is not None]
+            if values:
+                text += f"; {kind}: {metric} {show(metric, min(values))}"
+    return text
 
 
 def write_page(paths: Sequence[Path | str], out: Path | str, say: Callable) -> None:
     """The page of all runs below paths -> out. Raises Refused."""
     try:
-        import bokeh  # noqa: F401
+        from bokeh.embed import components
+        from bokeh.resources import Resources
     except ImportError:
         raise Refused("board --html needs bokeh: pip install -r requirements.txt") from None
     out = Path(out)
-    rows = rows_of(paths, say)
-    rows.sort(key=lambda row: (row.run.value("val_bpb") or 99, row.run.value("val_loss") or 99))
-    groups = dict.fromkeys(row.group for row in rows)
-    colors = {group: PALETTE[i % len(PALETTE)] for i, group in enumerate(groups)}
-    curves, library = curves_part(rows, colors)
-    home = out.resolve().parent
+    rows = rows_of_paths(paths, say)
+    sections = sections_of(rows)
+    script, charts = components([chart_of(section, i) for i, section in enumerate(sections)])
+    library = Resources(mode="inline", components=["bokeh"]).render()
+    home = Path(os.path.abspath(out)).parent       # as people call it, also where that is a link
+    parts = [section_part(section, i, chart, home)
+             for i, (section, chart) in enumerate(zip(sections, charts))]
     text = f"""<!DOCTYPE html>
-<html lang=en><head><meta charset=utf-8><meta name=viewport content="width=device-width">
-<title>{len(rows)} runs</title><style>{STYLE}</style>
+<html lang=en><head><meta charset=utf-8><meta name=viewport content="width=device-width, initial-scale=1">
+<title>train_gpt: runs and records</title><style>{STYLE}</style>
 {library}
 </head><body>
-<h1>{len(rows)} runs</h1>
-{main_table(rows, colors, home)}
-<h2>Loss</h2>
-<p>Solid: train, dashed: val. The wheel zooms, a drawn box too; a click in the legend hides.</p>
-{curves}
-<h2>Constants that differ</h2>
-{constants_table(rows, colors)}
-<h2>Samples</h2>
-{samples_part(rows)}
-<script>{SORT}</script>
+<h1>train_gpt: runs and records</h1>
+<p>{html.escape(summary_of(sections))}</p>
+{"".join(parts)}
+{samples_part(sections)}
+{script}
+<script>{SCRIPT}</script>
 </body></html>
 """
     size = len(text.encode())
     demand(size <= LIMIT, f"the page would have {size / 1e6:.1f} MB, more than {LIMIT / 1e6:.0f}: give fewer "
            "runs, say a folder of them")
+    make_folder(out.parent)
     out.write_text(text, encoding="utf-8")
     say(f"wrote {out}: {len(rows)} runs, {size / 1e6:.1f} MB; open it in a browser")

@@ -1,21 +1,23 @@
 """A trained model for other programs: ./run.sh record export RUN writes its weights as safetensors,
 config.json, and model.py, the recipe's model and load(folder) with torch alone."""
 import argparse
+import io
 import json
 import lzma
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import inputs
-from judge.runs import Refused
+from data import inputs
+from records.judge.runs import Refused, demand_no_dead_link, make_folder
 
 
 def model_file(run: Path | str) -> Path:
     """What a run is scored by: its artifact, else its weights; or the file itself. Raises Refused."""
     for path in (Path(run), Path("logs", run)):
+        demand_no_dead_link(path)
         files = [path, *sorted(path.glob("final_model.*.ptz")), path / "final_model.pt"]
         for file in files:
             if file.is_file():
@@ -23,12 +25,17 @@ def model_file(run: Path | str) -> Path:
     raise Refused(f"{run} holds no model: give a run folder, a record folder or a model file")
 
 
-def tensors_of(model: Any, cfg: Any) -> dict[str, Any]:
+def model_constants(recipe: Any) -> list[str]:
+    """The constants that a recipe's model depends on."""
+    return [field.name for field in fields(recipe) if field.metadata["model"]]
+
+
+def tensors_of(model: Any) -> dict[str, Any]:
     """{name: tensor} of a model: its parameters, and what its n-grams are counted from."""
     import torch
     # A tied head is the embedding, which named_parameters() lists once
     tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
-    if cfg.state_bytes():
+    if model.state():
         tensors["counts.text"] = torch.from_numpy(model.counts.text.view("<i2").copy())
         tensors["counts.starts"] = model.counts.starts.byte()
     return tensors
@@ -37,15 +44,16 @@ def tensors_of(model: Any, cfg: Any) -> dict[str, Any]:
 def read_older(train_gpt: ModuleType, path: Path, why: str) -> tuple:
     """({name: tensor}, constants) of a file by a script without recipes. Raises Refused: why, where it is not
     such a file."""
+    import torch
     try:
         raw = inputs.read_bytes(path)
         if raw[:2] != b"PK":
             raw = lzma.decompress(raw) if raw[:1] == b"\xfd" else train_gpt.decompress(raw)
-        payload = train_gpt.read_zip(raw)
+        payload = torch.load(io.BytesIO(raw), "cpu", weights_only=True)
         stored = payload["tensors"]
         shape = payload["shape"]
         tensors = {}
-        known = [set(recipe.model_fields()) for recipe in train_gpt.RECIPES.values()]
+        known = [set(model_constants(recipe)) for recipe in train_gpt.RECIPES.values()]
         for name, tensor in stored.items():
             if name.endswith(".int8"):
                 stem = name.removesuffix(".int8")
@@ -61,14 +69,15 @@ def read_older(train_gpt: ModuleType, path: Path, why: str) -> tuple:
 
 def write_weights(folder: Path, tensors: dict[str, Any], shape: dict[str, Any], save_file: Callable) -> None:
     """model.safetensors and config.json, with the constants that a model depends on."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
 
 
-def constants_of(cfg: Any, fields: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    """{constant: (value, what it means)} of a run. fields: {constant: dataclass field}."""
-    return {name: (value, fields[name].metadata["doc"]) for name, value in asdict(cfg).items()}
+def constants_of(cfg: Any) -> dict[str, tuple[Any, str]]:
+    """{constant: (value, what it means)} of a run."""
+    meanings = {field.name: field.metadata["doc"] for field in fields(cfg)}
+    return {name: (value, meanings[name]) for name, value in asdict(cfg).items()}
 
 
 def export(args: argparse.Namespace, say: Callable) -> str:
@@ -78,7 +87,7 @@ def export(args: argparse.Namespace, say: Callable) -> str:
     except ImportError:
         raise Refused("export needs safetensors: pip install -r requirements.txt") from None
     import train_gpt
-    from model_script import model_script
+    from tools.run.model_script import model_script
     path = model_file(args.run)
     folder = Path(args.out or path.parent / "export")
     try:
@@ -89,12 +98,11 @@ def export(args: argparse.Namespace, say: Callable) -> str:
         say(f"wrote {folder}/model.safetensors and config.json; no model.py: the train_gpt.py that made this "
             "model is older than recipes, and only that script has its code")
         return str(folder)
-    tensors = tensors_of(model, cfg)
-    shape = {name: getattr(cfg, name) for name in cfg.model_fields()}
+    tensors = tensors_of(model)
+    shape = {name: getattr(cfg, name) for name in model_constants(cfg)}
     write_weights(folder, tensors, shape | dict(scoring_window=cfg.scoring_window()), save_file)
     trainer = inputs.read_text(Path(train_gpt.__file__))
-    constants = constants_of(cfg, train_gpt.fields_of(type(cfg)))
-    script = model_script(cfg.preset, trainer, constants, cfg.state_bytes() > 0)
+    script = model_script(cfg.preset, trainer, constants_of(cfg), "counts.text" in tensors)
     (folder / "model.py").write_text(script, encoding="utf-8")
     weights = sum(p.numel() for p in model.parameters())
     text = len(tensors.get("counts.text", ()))

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import inputs
-from foreign import pages
-from judge.runs import (
+from data import inputs
+from records.foreign import pages
+from records.judge.runs import (
     RESUMED, Refused, Run, describe, log_text, same_losses, split_log, test_line, test_target, test_welch)
-from verify import leak_probe, scripts, source
-from verify.folders import (
+from records.judge.scores import differences
+from records.verify import leak_probe, scripts, source
+from records.verify.folders import (
     KEYS, NOTES, ROOT, Folder, best_before, change_text, code_diff, computed, read_json, records_of, render,
     sha256, shared_config, summary_of, track_of)
 
@@ -48,7 +49,7 @@ class LeftOut(Exception):
 
 
 class Rule(NamedTuple):
-    heading: str        # public: the games' own; strict: ours
+    heading: str        # public: the tracks' own; strict: ours
     name: str
     function: Callable[[Folder, argparse.Namespace], str | None]
 
@@ -149,6 +150,9 @@ def check_comparison(folder: Folder, options: argparse.Namespace) -> str | None:
     text = f"{describe(own).mean:.6f}"
     if before:
         test, _ = test_welch(before["val_bpb"], own, "val_bpb")
+        other = records_of("gpt2").get(before["name"])
+        if other and differences([*folder.runs, *other.runs], "val_bpb"):
+            return f"{text}; {before['name']} was scored on another text"
         text += f", {before['name']} {describe(before['val_bpb']).mean:.6f}, Welch {test_line(test)}"
     return text
 
@@ -478,7 +482,7 @@ def check_last_validation(ours: OurRun) -> None:
     same(name, "trained val_loss", round(result["trained"]["val_loss"], 4), where, point.loss)
     same(name, "steps", result["steps"], where, run.steps)
     same(name, "train_time_ms", result["train_time_ms"], where, round(point.seconds * 1e3))
-    if result["stop_reason"] == "wallclock_cap":
+    if result["stop_reason"] != "iterations":
         where = f"stopping_early of {log}"
         same(name, "train_time_ms", result["train_time_ms"], where, run.facts.get("stopped_ms"))
 
@@ -496,7 +500,7 @@ def check_summary(ours: OurRun) -> None:
     score = f"val_loss:{result['val_loss']:.4f}"
     if result["val_bpb"]:
         score += f" val_bpb:{result['val_bpb']:.4f}"
-    same(log, "score", run.summary.get("score"), name, score)
+    same(log, "score", run.summary.get("score", score), name, score)        # only in older logs
     for key in ("setup_ms", "compile_ms", "bytes_code", "bytes_model", "bytes_total"):
         same(name, key, result[key], log, run.facts.get(key))
     for key in ("world_size", "hardware", "torch", "peak_memory"):
@@ -634,6 +638,11 @@ def check_before(folder: Folder, options: argparse.Namespace) -> str:
     older = {name: other for name, other in others.items() if other.finished() < folder.finished()}
     best = best_before(older, folder.hardware())
     name = before["name"] if before else None
+    runs = [*folder.runs, *folder.baseline]
+    if name in others:
+        runs += others[name].runs
+    apart = "; ".join(differences(runs, folder.track.metric))
+    require(not apart, f"the runs, the baseline and the record before are not scored alike: {apart}")
     require((name or "none") == best, f"submission.json: the record before is {name!r}, "
             f"but the best in this repository by then is {best!r}")
     if not before:

@@ -1,10 +1,12 @@
 """Rules of `check` on what a log shows by itself: lines that follow from each other, digests, runs that are
 copies of one another, names, dates, texts, and the picture. Whoever alters a number must alter all that
-follow from it; a log that is made up consistently from end to end passes (README.md: what raises its price).
+follow from it; a log that is made up consistently from end to end passes (README.md: what makes faking
+harder).
 """
 import argparse
 import hashlib
 import itertools
+import math
 import re
 import tempfile
 from collections.abc import Sequence
@@ -15,12 +17,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-import inputs
-from judge import trials
-from judge.runs import DATE, RESUMED, RULER, Run, log_text, split_log
-from verify import leak_probe, scripts
-from verify.checks import OF_ONE_RUN, LeftOut, Rule, artifacts_of, our_runs, require, same
-from verify.folders import NOTES, ROOT, Folder, is_plain, records_of, sha256
+from data import inputs
+from records.judge.runs import DATE, RESUMED, RULER, Run, log_text, split_log
+from records.show.curves import draw_record
+from records.verify import leak_probe, scripts
+from records.verify.checks import OF_ONE_RUN, LeftOut, Rule, artifacts_of, our_runs, require, same
+from records.verify.folders import NOTES, ROOT, Folder, is_plain, records_of, sha256
 
 STEP_LINE = re.compile(
     r"step:(\d+)/(\d+) (train|val)_loss:(\d+\.\d{4})(?: val_bpb:(\d+\.\d{4}))? train_time:(\d+)ms "
@@ -38,7 +40,8 @@ LOG_DIGEST = re.compile(rb"^log sha256:([0-9a-f]{64})\n", re.M)
 SAME_CURVE = {"1": 4e-3, "0": 5e-4}
 LEAST_POINTS = 12       # of two curves that can be compared
 # On the clock, before the first step
-BUILT = re.compile(r"(?:n-grams of \d+ tokens counted|first values of .* made from bigrams) in (\d+\.\d) s")
+BUILT = re.compile(
+    r"(?:n-grams of \d+ tokens counted|(?:first values|init) of .* made from bigrams) in (\d+\.\d) s")
 UNUSED_STEPS = 5        # of the slowest, that a run may end before its cap
 GAIN_BY_PACKING = 5e-3  # nats by which an artifact may be better than the weights that it was made from
 CLOCKS_DIFFER = timedelta(hours=1)
@@ -114,7 +117,7 @@ def check_steps(folder: Folder, options: argparse.Namespace) -> str:
 def batches_of(run: Run, config: dict[str, str]) -> list[int]:
     """Tokens per step of each stage: by batch_schedule where it is given, as in all older logs, else by the
     table of stages in the log."""
-    if config["batch_schedule"]:
+    if config.get("batch_schedule"):
         return [int(config["train_batch_tokens"]) * int(n) for n in config["batch_schedule"].split(",")]
     batches = []
     column = None
@@ -228,11 +231,16 @@ def check_end(log: str, name: str, steps: list[Step], result: dict[str, Any], ba
     stop = result["stop_reason"]
     require(steps and steps[-1].kind == "val", f"{log} does not end with a validation")
     cap = float(config["max_wallclock_seconds"])
-    require(stop == "iterations" or stop == "wallclock_cap" and cap,
-            f"{name}: stop_reason is {stop!r}, with max_wallclock_seconds={cap:g}")
+    epochs = int(config.get("max_epochs", "0"))
+    possible = {"iterations": True, "wallclock_cap": cap, "max_epochs": cap and epochs}
+    require(possible.get(stop), f"{name}: stop_reason is {stop!r}, with max_wallclock_seconds={cap:g} and "
+            f"max_epochs={epochs}")
+    most = epochs * result["data"]["train_tokens"] if epochs else math.inf
+    require(result["tokens"] <= most,
+            f"{name}: tokens is {result['tokens']}, max_epochs={epochs} of the text are {most}")
     if stop == "iterations":
         same(name, "steps", result["steps"], f"{log}, whose steps end at", steps[-1].total)
-    else:
+    elif stop == "wallclock_cap":
         unused = cap - seconds - UNUSED_STEPS * pace["max"] / 1e3
         require(unused < 1, f"{name}: stopped by the cap of {cap} s after {seconds} s, with steps of at most "
                 f"{pace['max']} ms")
@@ -292,7 +300,7 @@ def raise_same(one: Run, other: Run, why: str) -> NoReturn:
 def likeness(one: Run, other: Run, limit: float) -> str:
     """Why two runs look like the same one, or ""."""
     a, b = ({point.step: point for point in run.curves["train"]} for run in (one, other))
-    steps = sorted(a.keys() & b.keys() - {1})        # the first loss is that of the first values
+    steps = sorted(a.keys() & b.keys() - {1})        # the first loss is that of the init
     if len(steps) < LEAST_POINTS:
         return ""
     losses = np.array([[a[n].loss for n in steps], [b[n].loss for n in steps]])
@@ -492,7 +500,7 @@ def record_picture(folder: Folder, earlier: dict[str, Folder], path: Path) -> No
         name = s["before"]["name"]
         require(name in earlier, f"loss.png shows {name}, which is not here")
         curves = {name: earlier[name].runs} | curves
-    trials.draw(curves, path, f"{folder.result(folder.runs[0])['preset']}: {s['name']}")
+    draw_record(curves, path, f"{folder.result(folder.runs[0])['preset']}: {s['name']}")
 
 
 def pinned(package: str) -> str:

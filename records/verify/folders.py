@@ -1,4 +1,4 @@
-"""The rules of each game, record folders as they lie on disk, and the README that they make.
+"""The rules of each track, record folders as they lie on disk, and the README that they make.
 
 A record folder holds submission.json, train.log and result.json of the first seed, train_seed<k>.log and
 result_seed<k>.json of the others, train_gpt.py, loss.png, the artifact if it is small, changes.diff where
@@ -19,10 +19,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import inputs
-from judge.runs import (
-    DATE, HIGHER_IS_BETTER, MAX_LOGS, Refused, Run, Stats, Test, demand, describe, find_logs, outermost,
-    read_log, read_logs, show, stats_line, test_line, test_target, test_welch)
+from data import inputs
+from records.judge.runs import (
+    DATE, HIGHER_IS_BETTER, MAX_LOGS, Refused, Run, Stats, Test, demand, demand_no_dead_link, describe,
+    find_logs, outermost, read_log, read_logs, show, stats_line, test_line, test_target, test_welch)
 
 HOME = Path(__file__).resolve().parent.parent       # records/
 ROOT = HOME.parent
@@ -30,7 +30,7 @@ ROOT = HOME.parent
 
 # ------------------------------------------------------------ rules
 class Track(NamedTuple):
-    """What a record of one game must show. 0, "" and None: no such rule."""
+    """What a record of one track must show. 0, "" and None: no such rule."""
     metric: str                     # val_bpb, val_loss or core
     better: str                     # lower or higher
     rank: str                       # metric, or time: what the board sorts by
@@ -165,6 +165,7 @@ class Folder:
     `logs`, a foreign one may have none."""
     def __init__(self, path: Path | str, logs: bool = True) -> None:
         self.path = Path(path)
+        demand_no_dead_link(self.path)
         demand(self.path.is_dir(), f"{path} is no folder")
         self.names = sorted(p.name for p in itertools.islice(self.path.iterdir(), MAX_LOGS + 1))
         demand(len(self.names) <= MAX_LOGS, f"{path} holds more than {MAX_LOGS} files")
@@ -270,7 +271,7 @@ class Folder:
             return f"{metric} against {track.target}", test_target(self.values(metric), track.target, metric)
         if self.first_of_track():
             return "the first record of its track", None
-        if before and track.start is None:      # a game of our own: both sides are runs, on the same machine
+        if before and track.start is None:      # a track of our own: both sides are runs, on the same machine
             claim = f"{metric} against {before['name']}"
             old = before["values"]
             if self.baseline:
@@ -360,12 +361,13 @@ def computed(folder: Folder) -> dict[str, float | None]:
 def open_run(path: Path | str) -> tuple[Run, dict[str, Any]]:
     """(Run, result) of a finished run: its folder, or its run_id under logs/. Raises Refused."""
     path = Path(path) if Path(path).is_dir() else Path("logs", path)
+    demand_no_dead_link(path)
     demand(path.is_dir(), f"{path.name} is no run folder")
     demand((path / "train.log").exists(), f"{path} has no train.log")
     result = read_json(path / "result.json")
     run = read_log(path / "train.log")
     name = result.get("run_id")
-    ended = result.get("stop_reason") in ("iterations", "wallclock_cap")
+    ended = result.get("stop_reason") in ("iterations", "wallclock_cap", "max_epochs")
     demand(run.finals and ended, f"run {name} did not finish training")
     demand(result.get("resumed") or not run.steps_repeat,
            f"run {name} was resumed, but its result.json does not say so")

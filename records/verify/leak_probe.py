@@ -136,12 +136,13 @@ class RecipeScript(Script):
     def windows(self) -> list[int]:
         """Sizes of all windows, of stages and of scoring; 0 where there are none."""
         sizes = {0}
-        for stage in (None, *self.cfg.stages()):
-            sizes |= {*self.cfg.windows(stage, self.cfg.train_seq_len).values()}
+        if hasattr(self.cfg, "windows"):        # not of recipes whose tokens see all earlier ones
+            for stage in (None, *self.cfg.stages()):
+                sizes |= {*self.cfg.windows(stage, self.cfg.train_seq_len).values()}
         return sorted(sizes)
 
     def model_constants(self) -> list[str]:
-        return type(self.cfg).model_fields()
+        return [field.name for field in dataclasses.fields(self.cfg) if field.metadata["model"]]
 
     def call_target_nats(self, cfg: Any, tokens: np.ndarray, bos: int, protocol: str) -> np.ndarray:
         if hasattr(self.module, "target_nats"):     # of scripts with more protocols

@@ -9,15 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import inputs
-from judge import trials
-from judge.runs import RULER, Refused, Run, demand, demand_samples
-from verify import folders
-from verify.checks import ARTIFACT_LIMIT, json_text
-from verify.folders import (
+from data import inputs
+from records.judge.runs import RULER, Refused, Run, demand, demand_no_dead_link, demand_samples, remove_folder
+from records.judge.scores import demand_comparable
+from records.show.curves import draw_record
+from records.verify import folders
+from records.verify.checks import ARTIFACT_LIMIT, json_text
+from records.verify.folders import (
     NEWEST, ROOT, RULES, Folder, best_before, change_text, code_diff, computed, is_plain, open_run, read_json,
     readme_of, records_of, sha256, shared_config, summary_of, track_of)
-from verify.scripts import Source, git_commit, of_one_kind, recipes_of, source_of
+from records.verify.scripts import Source, git_commit, of_one_kind, recipes_of, source_of
 
 
 def siblings(paths: list[str], chosen: set[str], first: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -135,6 +136,9 @@ def new(args: argparse.Namespace, say: Callable) -> str:
     earlier = records_of(track)
     before = args.before or best_before(earlier, first["hardware"])
     demand(before in ("none", *earlier), f"--before {before} is no record of track {track}")
+    runs_before = earlier[before].runs if before != "none" else []
+    all_runs = [run for run, _ in [*opened, *baseline]] + runs_before
+    demand_comparable(all_runs, RULES[NEWEST].tracks[track].metric)
     if before != "none":
         then = earlier[before].result(earlier[before].runs[0])["config"]
         for name, value in first["config"].items():     # those that differ stand in a table
@@ -145,9 +149,10 @@ def new(args: argparse.Namespace, say: Callable) -> str:
     date = max(result["finished"] for _, result in opened)[:10]
     short_name = re.sub(r"[^A-Za-z0-9]+", "", args.name)
     final = Path(args.into or folders.HOME) / f"track_{track}" / f"{date}_{short_name}"
+    demand_no_dead_link(final)
     demand(not final.exists(), f"{final.name} is there already")
     folder = final.with_name(f".{final.name}.tmp")      # whole or not at all
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_folder(folder)
     folder.mkdir(parents=True)
     copy_files(folder, opened, baseline, models)
     script = inputs.read_bytes(folder / "train_gpt.py")
@@ -163,7 +168,7 @@ def new(args: argparse.Namespace, say: Callable) -> str:
         curves = {before: earlier[before].runs} | curves
         (folder / "changes.diff").write_text(diff, encoding="utf-8")
         submission |= {"before": summary_of(before, earlier[before]), "code_change": change_text(diff)}
-    trials.draw(curves, folder / "loss.png", f"{first['preset']}: {args.name}")
+    draw_record(curves, folder / "loss.png", f"{first['preset']}: {args.name}")
     submission["files"] = {path.name: sha256(inputs.read_bytes(path)) for path in sorted(folder.iterdir())}
     # 4. the numbers, from what was copied
     for _ in range(2):

@@ -20,10 +20,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import inputs
-from verify.checks import OF_ONE_RUN, LeftOut, Rule, our_runs, require
-from verify.evidence import lines_of
-from verify.folders import ROOT, Folder
+from data import inputs
+from records.verify.checks import OF_ONE_RUN, LeftOut, Rule, our_runs, require
+from records.verify.evidence import lines_of
+from records.verify.folders import ROOT, Folder
 
 SLOWER = 1e-6           # seconds of the replay's clock in one of ours: schedules stand still on any machine
 START = f"""import runpy, time

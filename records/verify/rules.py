@@ -1,10 +1,11 @@
 """All rules that `record check` asks of a record folder, one after the other."""
 import argparse
 from collections.abc import Callable, Sequence
-from judge.runs import Refused
-from verify import checks, evidence, folders, leak_probe, replay
-from verify.checks import DAMAGE, Broken, LeftOut, NoEvidence, Rule
-from verify.folders import Folder
+
+from records.judge.runs import Refused
+from records.verify import checks, evidence, folders, leak_probe, replay
+from records.verify.checks import DAMAGE, Broken, LeftOut, NoEvidence, Rule
+from records.verify.folders import Folder
 
 CHECKS = [*checks.CHECKS, *evidence.CHECKS, *replay.CHECKS]
 

@@ -13,10 +13,11 @@ import tarfile
 import tempfile
 from typing import Any, NamedTuple
 
-from judge.runs import Refused
-from verify.folders import ROOT, Folder
+from records.judge.runs import Refused
+from records.verify.folders import ROOT, Folder
 
 UNKNOWN = "not committed"       # in place of a commit
+TOOL = ("tools/run/script.py", "tools/script.py")       # what makes a script, and where older commits have it
 
 
 class Source(NamedTuple):
@@ -66,12 +67,13 @@ def whole_at(commit: str) -> bytes:
 def made_at(commit: str, preset: str) -> bytes:
     """What `./run.sh script PRESET` prints at a commit; b"" where this repository lacks the commit, or the
     commit lacks the tool or the preset."""
-    if not git("cat-file", "-t", f"{commit}:tools/script.py"):
+    tool = next((path for path in TOOL if git("cat-file", "-t", f"{commit}:{path}")), None)
+    if tool is None:
         return b""
     archive = git("archive", "--format=tar", commit, "train_gpt.py", "tools")
     with tempfile.TemporaryDirectory() as scratch:
         tarfile.open(fileobj=io.BytesIO(archive)).extractall(scratch, filter="data")
-        made = subprocess.run([sys.executable, "-B", "tools/script.py", preset], cwd=scratch,
+        made = subprocess.run([sys.executable, "-B", tool, preset], cwd=scratch,
                               capture_output=True)
     return b"" if made.returncode else made.stdout
 
@@ -83,7 +85,7 @@ def is_made_at(commit: str, script: bytes, preset: str) -> bool:
 
 def git_commit(script: bytes, preset: str) -> str:
     """The newest commit that holds a run's script, whole or as the tool makes it, or "not committed"."""
-    commits = git("log", "--format=%H", "-n", "500", "--", "train_gpt.py", "tools/script.py").decode().split()
+    commits = git("log", "--format=%H", "-n", "500", "--", "train_gpt.py", *TOOL).decode().split()
     asked = "".join(f"{commit}:train_gpt.py\n" for commit in commits)
     blobs = git("cat-file", "--batch-check=%(objectname)", input=asked.encode()).decode().splitlines()
     blob = git("hash-object", "--stdin", input=script).decode().strip()

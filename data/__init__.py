@@ -1,0 +1,1 @@
+"""Text to datasets: made here, or fetched."""

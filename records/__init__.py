@@ -1,0 +1,1 @@
+"""Records: made, checked, compared and shown."""

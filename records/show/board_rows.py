@@ -1,0 +1,249 @@
+"""What the page of runs shows: runs of one's own and records, in sections whose scores compare."""
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data import inputs
+from records.judge.runs import DATE, Refused, Run, demand, describe, find_logs, log_text, read_runs
+from records.judge.scores import (
+    as_trained, differences, facts_of, name_of_metric, number, rows_of, targets_of)
+from records.show.names import (
+    NEVER_TOLD, STAMPED, UNLIKE, common_beginning, constants_text, without_common, without_date, words_of)
+from records.verify.folders import read_json, track_of
+
+MOST_SAMPLE = 4000      # characters of a run's samples
+UNTOLD = (*NEVER_TOLD, "preset", "device")      # overrides that a name leaves out
+
+
+class Row(NamedTuple):
+    """A run as the page shows it."""
+    name: str           # its folder, and its log where the folder holds several
+    run: Run
+    result: dict        # result.json; {} where there is none
+    folder: Path
+    record: bool
+    samples: str
+
+    def value(self, metric: str) -> float | None:
+        """A score or the seconds, with all digits where result.json has them."""
+        if metric == "time" and "train_time_ms" in self.result:
+            return self.result["train_time_ms"] / 1000
+        told = self.result.get(metric)
+        return self.run.value(metric) if told is None else told
+
+
+class Item(NamedTuple):
+    """A row of a table: a run of one's own, or a record with all of its runs."""
+    name: str           # tells it from the others
+    note: str           # smaller, below it
+    key: str            # of its curves; runs of one script and equal constants share it
+    rows: list[Row]
+
+    @property
+    def record(self) -> bool:
+        return self.rows[0].record
+
+    @property
+    def runs(self) -> list[Run]:
+        return [row.run for row in self.rows]
+
+    def mean(self, metric: str) -> float | None:
+        """The mean of its runs; None where one lacks it."""
+        values = [row.value(metric) for row in self.rows]
+        return None if None in values else describe(values).mean
+
+
+class Section(NamedTuple):
+    """Runs and records whose scores compare: one's own first, then records, the best of each first."""
+    title: str
+    metric: str         # that ranks
+    items: list[Item]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for item in self.items for run in item.runs]
+
+    @property
+    def partial(self) -> bool:
+        return name_of_metric(self.runs, "val_loss") != "val_loss"
+
+
+# ------------------------------------------------------------ reading
+def result_beside(log: Path) -> dict[str, Any]:
+    """The result.json of a log of ours, or {}."""
+    name = log.name.replace("train", "result").removesuffix(".log") + ".json"
+    try:
+        return read_json(log.with_name(name))
+    except (Refused, OSError):
+        return {}
+
+
+def samples_of(log: Path) -> str:
+    """What the run's model wrote: samples.txt beside the log, or in older logs from the first sample to the
+    summary."""
+    beside = log.with_name("samples.txt")
+    if log.name == "train.log" and beside.is_file():
+        return inputs.read_text(beside, "replace")[:MOST_SAMPLE].rstrip()
+    text = log_text(log).rpartition("=" * 100 + "\n")[2]
+    found = re.search(r"^sample 1: (?s:.*?)(?=^ +train_time_ms  |\Z)", text, re.M)
+    return found[0][:MOST_SAMPLE].rstrip() if found else ""
+
+
+def is_record(folder: Path) -> bool:
+    """Does a folder hold a record: of ours, or by a date in the name one of another project?"""
+    dated = bool(DATE.match(folder.name)) and not (folder / "result.json").exists()
+    return (folder / "submission.json").exists() or dated
+
+
+def rows_of_paths(paths: Sequence[Path | str], say: Callable) -> list[Row]:
+    """The runs below paths, each log once. Raises Refused if there is none."""
+    rows = []
+    seen = set()
+    for path in paths:
+        for log in find_logs(path):
+            if log.resolve() in seen:
+                continue
+            seen.add(log.resolve())
+            try:
+                found = [run for run in read_runs(log) if run.curves["train"] or run.curves["val"]]
+            except Refused as error:
+                say(f"left out: {error}")
+                continue
+            result = result_beside(log) if len(found) == 1 else {}
+            home = log.absolute().parent
+            record = is_record(home)
+            alone = log.name == "train.log" and not record and len(found) == 1
+            for run in found:
+                name = home.name if alone else f"{home.name}/{run.file}"
+                rows.append(Row(name, run, result, home, record, samples_of(log)))
+    demand(rows, f"no run in {', '.join(str(path) for path in paths)}")
+    return rows
+
+
+# ------------------------------------------------------------ names
+def script_of(row: Row) -> str:
+    """The first digits of the digest of a run's script; "" where it is not known."""
+    return row.result.get("code_sha256", "")[:6]
+
+
+def overrides_of(row: Row) -> dict[str, str]:
+    """What was asked of a run besides its preset and its seed."""
+    overrides = row.result.get("overrides", {})
+    return {name: pair[-1] for name, pair in overrides.items() if name not in UNTOLD}
+
+
+def changes_of(row: Row, rows: list[Row]) -> str:
+    """What tells a run from one's others: `matrix_lr=0.02`; "" where nothing that was asked for does."""
+    asked = [overrides_of(other) for other in rows]
+    names = [*dict.fromkeys([name for overrides in asked for name in overrides])]
+    differ = [name for name in names if len({overrides.get(name) for overrides in asked}) > 1]
+    mine = overrides_of(row)
+    if mine and differ:     # where it has the recipe's value, that
+        mine = row.result.get("config", {}) | mine
+    return constants_text(mine, differ or names)
+
+
+def own_items(rows: list[Row]) -> list[Item]:
+    """Items of one's own runs. A name that was given to a run is its name; of one that was made up from a
+    time stamp what was asked for tells more."""
+    scripts = {script_of(row) for row in rows}
+    given = [row.name for row in rows if not STAMPED.search(row.name)]
+    short = dict(zip(given, without_common(given))) if given else {}
+    items = []
+    for row in rows:
+        script = f"script {script_of(row)}" if len(scripts) > 1 else ""
+        changes = " ".join([text for text in (changes_of(row, rows), script) if text])
+        asked = [f"{name}={value}" for name, value in overrides_of(row).items()]
+        # what no result.json tells about is of one kind with nothing else
+        key = " ".join([track_name(row), script_of(row) or row.name, *asked])
+        if row.name in short:
+            items.append(Item(short[row.name], changes, key, [row]))
+        else:
+            items.append(Item(changes or "the recipe as it is", row.name, key, [row]))
+    return items
+
+
+def group_name(names: list[str]) -> str:
+    """How the legend calls runs of one kind: `gelu` for gelu_1 and gelu_2."""
+    if len({*names}) == 1:
+        return names[0]
+    lists = [words_of(name) for name in names]
+    common = "".join(lists[0][:common_beginning(lists)]).rstrip(UNLIKE)
+    return common or f"{names[0]} and {len(names) - 1} more"
+
+
+def record_items(rows: list[Row]) -> list[Item]:
+    """Items of records, one for each folder."""
+    homes: dict[Path, list[Row]] = {}
+    for row in rows:
+        homes.setdefault(row.folder, []).append(row)
+    items = []
+    for home, of_record in homes.items():
+        name = without_date(home.name)
+        date = home.name.removesuffix(name).rstrip("_")
+        items.append(Item(name, f"record{' of ' * bool(date)}{date}", str(home), of_record))
+    return items
+
+
+# ------------------------------------------------------------ sections
+def track_name(row: Row) -> str:
+    """The track of a run, or for another project's the folder around its own."""
+    preset = row.result.get("preset") or row.run.config.get("preset")
+    return track_of(preset) if preset else row.folder.parent.name
+
+
+def metric_of(runs: list[Run]) -> str:
+    """What ranks runs: val_bpb, where all finished ones have it, else val_loss."""
+    finished = [run for run in runs if run.finished]
+    return "val_bpb" if all(run.value("val_bpb") is not None for run in finished) else "val_loss"
+
+
+def title_of(items: list[Item]) -> str:
+    """`tiny: all 429,103 val tokens of embedded`"""
+    row = items[0].rows[0]
+    targets = targets_of(row.run)
+    split = number(row.run.facts.get("val_tokens"))
+    text = row.result.get("data", {}).get("name") or row.run.facts.get("data") or ""
+    of_text = f" of {text}" if text else ""
+    if not targets or not split:
+        return track_name(row)
+    if targets == split - 1:
+        return f"{track_name(row)}: all {targets:,} val tokens{of_text}"
+    return f"{track_name(row)}: the first {targets:,} of {split:,} val tokens{of_text}"
+
+
+def in_order(items: list[Item], metric: str) -> list[Item]:
+    """One's own runs first, then records, the best of each first and unfinished ones last."""
+    def place(item: Item) -> tuple:
+        value = item.mean(metric)
+        return item.record, value is None, value or 0.0
+
+    return sorted(items, key=place)
+
+
+def sections_of(rows: list[Row]) -> list[Section]:
+    """The sections, those with runs of one's own first."""
+    kinds: dict[tuple, list[Row]] = {}
+    for row in rows:        # by what was scored, so that few runs are compared below
+        metric = "val_bpb" if row.run.value("val_bpb") is not None else "val_loss"
+        scored = (*facts_of(row.run, metric).values(), rows_of(row.run), as_trained(row.run))
+        kinds.setdefault((track_name(row), *scored), []).append(row)
+    groups: list[list[Row]] = []
+    for some in kinds.values():
+        for group in groups:
+            runs = [some[0].run, *{id(row.run): row.run for row in group}.values()]
+            if track_name(group[0]) == track_name(some[0]) and not differences(runs, metric_of(runs)):
+                group += some
+                break
+        else:
+            groups.append([*some])
+    sections = []
+    for group in groups:
+        items = own_items([row for row in group if not row.record])
+        items += record_items([row for row in group if row.record])
+        metric = metric_of([row.run for row in group])
+        items = in_order(items, metric)
+        sections.append(Section(title_of(items), metric, items))
+    # those with runs of one's own first, of these the one with records
+    return sorted(sections, key=lambda section: (section.items[0].record, not section.items[-1].record))

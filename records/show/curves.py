@@ -1,0 +1,166 @@
+"""Pictures of curves: `record plot`, those of `record compare`, and a record's loss.png."""
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from records.judge.runs import Run, demand, load_runs, make_folder, mean_curve, points_with
+from records.judge.scores import differences
+from records.show.names import telling_names, without_date
+from records.verify.folders import best_before, records_of, track_of
+
+SPLITS = {"train": "train", "val": "val", "part": "a part of val"}
+AXES = {"seconds": "train_time (s)", "tokens": "tokens", "step": "steps"}
+MARKERS = "os^dv"
+COLORS = 10         # of matplotlib's cycle
+
+
+def split_to_draw(runs: list[Run], axis: str) -> str:
+    """Of which split a picture shows curves: val or a part of it, if all runs have at least four points."""
+    for split in ("val", "part"):
+        if axis != "tokens" and all(len(run.curves[split]) > 3 for run in runs):
+            return split
+    return "train"
+
+
+def ends_of(runs: list[Run], axis: str) -> list[tuple[float, float]]:
+    """[(place on the axis, final val_loss)] of the runs that tell both."""
+    found = []
+    for run in runs:
+        ends = {"tokens": int(run.summary.get("tokens", 0)) or None, "seconds": run.time, "step": run.steps}
+        loss = run.value("val_loss")
+        if ends[axis] is not None and loss is not None:
+            found.append((ends[axis], loss))
+    return found
+
+
+def scale_losses(axes: Any, losses: list[float], axis: str, title: str) -> None:
+    """The frame around curves with these losses. Raises Refused where there are none."""
+    demand(losses, "there are no curves to draw")
+    axes.set(xlabel=AXES[axis], ylabel="nats per token", title=title, yscale="log",
+             ylim=(0.98 * min(losses), 1.02 * max(losses)), xlim=(0, None))
+    axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+    axes.grid(alpha=0.3, which="both")
+
+
+def with_curve(runs: list[Run], split: str, axis: str) -> list[Run]:
+    """The runs that have a curve of a split over an axis."""
+    return [run for run in runs if len(points_with(run, split, axis)) > 1]
+
+
+def draw_band(axes: Any, runs: list[Run], split: str, axis: str, start: float, color: str,
+              label: str) -> list[float]:
+    """Loss over an axis from start to where the first run ends: the median of the runs, and a band from the
+    lowest to the highest. Returns the least and the largest loss drawn."""
+    end = min(getattr(points_with(run, split, axis)[-1], axis) for run in runs)
+    grid = np.linspace(max(start, 0.02 * end), end, 400)
+    rows = mean_curve(runs, split, axis, grid)
+    axes.fill_between(grid, rows.min(0), rows.max(0), color=color, alpha=0.2, linewidth=0)
+    axes.plot(grid, np.median(rows, 0), color=color, linewidth=1.4, label=label)
+    return [rows.min(), rows.max()]
+
+
+def counted(runs: list[Run]) -> str:
+    return f"{len(runs)} runs" if len(runs) > 1 else "one run"
+
+
+def draw_record(curves: dict[str, list[Run]], path: Path | str, title: str) -> None:
+    """{label: [Run]} -> loss.png of a record. `record check` draws it again and compares the pixels: whoever
+    changes it makes every record that there is fail."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    losses = []
+    split = split_to_draw([run for runs in curves.values() for run in runs], "seconds")
+    for i, (label, runs) in enumerate(curves.items()):
+        if drawn := with_curve(runs, split, "seconds"):
+            name = f"{label}: {SPLITS[split]}, {counted(drawn)}"
+            losses += draw_band(axes, drawn, split, "seconds", 0, f"C{i}", name)
+        if ends := ends_of(runs, "seconds"):
+            axes.plot(*zip(*ends), MARKERS[i % 5], color=f"C{i}", markersize=4, label=f"{label}: final val")
+            losses += [loss for _, loss in ends]
+    scale_losses(axes, losses, "seconds", title)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+# ------------------------------------------------------------ plot and compare
+def draw(curves: dict[str, list[Run]], path: Path | str, title: str, by: str = "seconds",
+         grey: dict[str, list[Run]] | tuple = ()) -> None:
+    """{label: [Run]} -> a picture of loss over training seconds, tokens or steps, its legend below it. grey:
+    labels of records."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    rows = (len(curves) + 4) // 2       # of the legend, with what lines, bands and points are
+    figure = Figure(figsize=(8, 4.3 + 0.2 * rows), layout="constrained")
+    axes = figure.subplots()
+    losses = []
+    split = split_to_draw([run for runs in curves.values() for run in runs], by)
+    colors = [f"C{i % COLORS}" for i in range(len(curves))]
+    most = 1        # runs of a curve
+    for i, (label, runs) in enumerate(curves.items()):
+        color = "0.5" if label in grey else colors[i - len(grey)]
+        if drawn := with_curve(runs, split, by):
+            most = max(most, len(drawn))
+            start = max(getattr(points_with(run, split, by)[0], by) for run in drawn)
+            losses += draw_band(axes, drawn, split, by, start, color, f"{label} ({counted(drawn)})")
+        if ends := ends_of(runs, by):
+            axes.plot(*zip(*ends), MARKERS[i % 5], color=color, markersize=4)
+            losses += [loss for _, loss in ends]
+    scale_losses(axes, losses, by, title)
+    line = Line2D([], [], color="0.3", label=f"line: {SPLITS[split]}{', median of the runs' * (most > 1)}")
+    band = Patch(color="0.5", alpha=0.3, label="band: lowest to highest run")
+    point = Line2D([], [], color="0.3", marker="o", linestyle="", markersize=4, label="points: final val")
+    handles, _ = axes.get_legend_handles_labels()
+    handles += [line, band, point] if most > 1 else [line, point]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    make_folder(Path(path).parent)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def title_of(names: list[str], runs: list[Run]) -> str:
+    """`tiny: gelu, relu`, or where that is too long how many there are."""
+    presets = sorted({run.config.get("preset", "") for run in runs} - {""})
+    told = ", ".join(names)
+    if len(told) > 60:
+        told = f"{len(names)} sets of runs"
+    return f"{'/'.join(presets)}: {told}" if presets else told
+
+
+def record_to_beat(runs: list[Run]) -> dict[str, list[Run]]:
+    """{name: runs} of the best record of the track that the runs play, if their losses compare; or {}."""
+    presets = {run.config.get("preset", "") for run in runs}
+    if len(presets) > 1 or presets == {""}:
+        return {}
+    records = records_of(track_of(*presets))
+    name = best_before(records, runs[0].facts.get("hardware"))
+    if name == "none" or differences([*runs, *records[name].runs], "val_loss"):
+        return {}
+    return {f"record {without_date(name)}": records[name].runs}
+
+
+def plot(args: argparse.Namespace, say: Callable) -> None:
+    """Curves of the runs at each path, and in grey those of their track's record. Trials which differ by seed
+    alone are one curve."""
+    found = {}
+    for path in args.paths:
+        name = Path(path).name if Path(path).is_dir() else Path(path).stem
+        label = re.sub(r"^(trial_.*)_seed\d+$", r"\1", name)
+        found.setdefault(label or path, []).extend(load_runs([path], say))
+    runs = [run for of_path in found.values() for run in of_path]
+    apart = "; ".join(differences(runs, "val_loss"))
+    if apart:
+        say(f"warning: these losses are not of the same tokens, scored alike: {apart}")
+    record = record_to_beat(runs)
+    if any(name == f"record {without_date(label)}" for name in record for label in found):
+        record = {}     # it is drawn already
+    names = telling_names(found)
+    curves = {names[label]: of_path for label, of_path in found.items()}
+    draw(record | curves, args.out, title_of([*curves], runs), args.by, record)
+    say(f"curves: {args.out}")

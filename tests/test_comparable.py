@@ -1,0 +1,298 @@
+"""Which scores records/ compares: those of the same tokens of the same text, scored alike."""
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from helpers import ROOT
+from records.judge import calibration, runs, scores, trials, tries
+from records.judge.tries import Change, Proxy
+from records.verify import checks, new_record
+
+VAL = "a" * 64
+TOKENIZER = "b" * 64
+# What a log of ours tells of its data and its scores
+FACTS = dict(split=50_834, val_bytes=120_019, text="f" * 64, val=VAL, tokenizer=TOKENIZER, tokens="full",
+             context=256, stride=256, length=256, artifact=1, loss=4.7, bpb=1.2, name="val_loss", extra="")
+
+
+def log_text(seed, **changed):
+    """A log as the trainer writes it; a fact that is None is not told."""
+    told = FACTS | changed
+    loss = told["loss"] + seed / 1000
+    bpb = f" val_bpb:{told['bpb'] + seed / 1000:.8f}" if told["bpb"] else ""
+    lines = ["torch 2.13.0 numpy", "hardware: 1 ranks x 2 threads of X",
+             f"data: toy train tokens:99 in 1 shards, val tokens:{told['split']}",
+             f"data: val_bytes:{told['val_bytes']}", f"data: text fingerprint {told['text']}",
+             f"sha256 train_gpt.py:{'c' * 64}", f"sha256 config:{'d' * 64}"]
+    if told["val"]:
+        lines += [f"sha256 toy_val_000000.bin:{told['val']}", f"sha256 toy.model:{told['tokenizer']}"]
+    lines += [f"eval settings: eval_tokens:{told['tokens']} eval_context:{told['context']} "
+              f"eval_stride:{told['stride']} eval_window:128", "config preset=tiny", f"config seed={seed}",
+              f"config train_seq_len={told['length']}", f"config score_artifact={told['artifact']}"]
+    lines += [f"step:{step}/100 train_loss:{9 - step / 25 + seed / 1000:.4f} train_time:{step * 100}ms "
+              f"step_avg:100.00ms tok/s:2000" for step in (10, 50, 100)]
+    lines += [f"step:100/100 {told['name']}:{loss:.4f} train_time:10000ms step_avg:100.00ms",
+              f"final_model_exact {told['name']}:{loss - 0.001:.8f}{bpb}"]
+    if told["artifact"]:
+        lines.append(f"final_int8_zlib_roundtrip_exact {told['name']}:{loss:.8f}{bpb}")
+    return "\n".join([*lines, told["extra"], ""])
+
+
+def write_side(folder, seeds=(1, 2, 3), **changed):
+    for seed in seeds:
+        path = folder / f"{folder.name}_seed{seed}" / "train.log"
+        path.parent.mkdir(parents=True)
+        path.write_text(log_text(seed, **changed))
+    return folder
+
+
+PART = dict(bpb=None, name="val_loss_partial")
+# What differs, how the second side differs from the first, what the sentence says
+APART = {
+    "tokens scored": (
+        PART | dict(tokens=2560), PART | dict(tokens=20_000), "val tokens scored: 2,560 (a_seed1, "),
+    "part against all": ({"bpb": None}, PART | dict(tokens=2560), "val tokens scored: 50,833 (a_seed1, "),
+    "val split": ({}, dict(val="e" * 64), "val split: aaaaaaaa (a_seed1, "),
+    "loss by another tokenizer": (
+        {"bpb": None}, dict(tokenizer="e" * 64, bpb=None), "tokenizer: bbbbbbbb (a_seed1, "),
+    "text, by logs without digests": (
+        dict(val=None), dict(val=None, text="e" * 64), "text: ffffffff (a_seed1, "),
+    "bytes": ({}, dict(val_bytes=120_020), "val bytes: 120,019 (a_seed1, "),
+    "bytes of another tokenizer's text": (
+        {}, dict(tokenizer="e" * 64, val="e" * 64, val_bytes=9), "val bytes: 120,019 (a_seed1, "),
+    "overlapping rows": ({}, dict(stride=64), "eval_context/eval_stride: 256/256 (a_seed1, "),
+    "longer rows": ({}, dict(context=512, stride=512), "eval_context/eval_stride: 256/256 (a_seed1, "),
+    "weights": ({}, dict(artifact=0), "scored weights: artifact (a_seed1, "),
+    "kind": (
+        dict(artifact=0), dict(extra="quantized_ttt val_loss:2.0 val_bpb:1.0"), "scored weights: trained ("),
+}
+
+
+@pytest.mark.parametrize("a, b, words", APART.values(), ids=APART)
+def test_no_verdict_on_other_tokens(tool, tmp_path, a, b, words):
+    """Equal models, one side scored otherwise: the commands that would average or test them refuse."""
+    write_side(tmp_path / "a", **a)
+    write_side(tmp_path / "b", (4, 5, 6), **b)
+    for command in (("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x.png"),
+                    ("stats", tmp_path / "a", tmp_path / "b"), ("noise", tmp_path),
+                    ("stats", tmp_path / "a", "--baseline", tmp_path / "b")):
+        code, out, err = tool(*command)
+        assert code == 2 and words in err and err.count("\n") == 1, (command, out, err)
+        assert "verdict:" not in out and "mean" not in out and "Welch" not in out
+    out = tool("plot", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "y.png")[1]
+    told = "warning: these losses are not of the same tokens, scored alike: " in out and words in out
+    assert told or "bytes" in words
+
+
+ALIKE = {
+    "nothing": ({}, ""),
+    "another text to train on": (dict(text="e" * 64), "warning: not the same text to train on: ffffffff ("),
+    "bits per byte by another tokenizer": (
+        dict(tokenizer="e" * 64, val="e" * 64, split=40_000), "warning: not the same tokenizer: bbbbbbbb ("),
+    "longer rows that were trained on": (
+        dict(context=512, stride=512, length=512), "not the same eval_context/eval_stride: 256/256 ("),
+    "logs that do not tell": (dict(val=None, text=None), "the logs of b_seed4, b_seed5, b_seed6 do not"),
+    "as many tokens as there are": (dict(tokens=50_834), ""),
+}
+
+
+@pytest.mark.parametrize("b, words", ALIKE.values(), ids=ALIKE)
+def test_what_compares_is_compared(tool, tmp_path, b, words):
+    write_side(tmp_path / "a")
+    write_side(tmp_path / "b", (4, 5, 6), **b, loss=4.0, bpb=1.0)
+    code, out, _ = tool("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x.png")
+    assert code == 0 and "verdict: better" in out and words in out
+    assert words or "warning" not in out
+
+
+def test_training_losses_of_other_texts_are_not_tested(tool, tmp_path):
+    write_side(tmp_path / "a")
+    write_side(tmp_path / "b", (4, 5, 6))
+    command = ("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x.png")
+    assert "at equal time (10 s): train_loss" in tool(*command)[1]
+    for path in (tmp_path / "b").glob("*/train.log"):
+        path.write_text(path.read_text().replace("f" * 64, "e" * 64))
+    code, out, _ = tool(*command)
+    assert code == 0 and "verdict:" in out and "at equal" not in out
+
+
+def test_a_loss_of_a_part_of_val_says_what_it_is(tool, tmp_path):
+    """Its own name, a line about it, and no test against a target, which is one of other tokens."""
+    write_side(tmp_path / "a", **PART | dict(tokens=2560))
+    write_side(tmp_path / "b", (4, 5, 6), **PART | dict(tokens=2560, loss=4.0))
+    line = "val_loss_partial: the loss on the first 2,560 of 50,834 val tokens, which is not how many the "
+    code, out, _ = tool("stats", tmp_path / "a", "--target", 4.8)
+    assert code == 0 and out.count(line) == 1 and "val_loss_partial: n=3 mean" in out
+    assert "against 4.8: no test" in out and "p=" not in out and "p<" not in out
+    out = tool("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x.png")[1]
+    assert out.count(line) == 1 and "A: val_loss_partial n=3" in out and "verdict: better" in out
+    write_side(tmp_path / "c", bpb=None)
+    out = tool("stats", tmp_path / "c", "--target", 4.8)[1]
+    assert "partial" not in out and "p<1e-4" in out
+
+
+def test_scores_of_a_kind_that_all_have(tool, tmp_path):
+    """Sliding scores on one side only: the plain ones of both are compared."""
+    write_side(tmp_path / "a")
+    write_side(tmp_path / "b", (4, 5, 6), extra="final_sliding_window_exact val_loss:1.0 val_bpb:0.5")
+    code, out, _ = tool("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x.png")
+    assert code == 0 and "plain ones count, which all have" in out and "B: val_bpb n=3 mean 1.2050" in out
+    for path in (tmp_path / "a").glob("*/train.log"):       # no plain one there any more
+        path.write_text(path.read_text().replace("final_int8_zlib_roundtrip", "final_int8_ttt").replace(
+            "final_model_exact", "other"))
+    code, _, err = tool("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x.png")
+    assert code == 2 and "kind of score: ttt (a_seed1, a_seed2, a_seed3), sliding (b_seed4" in err
+
+
+def test_events_tell_the_same_as_the_text(tmp_path):
+    """Of a run of ours with and without events.jsonl."""
+    write_side(tmp_path / "a", (1,), **PART | dict(tokens=2560))
+    log, = tmp_path.glob("a/*/train.log")
+    by_text = runs.read_log(log)
+    start = dict(kind="start", torch="2.13.0", hardware="1 ranks x 2 threads of X", config=by_text.config,
+                 overrides={"val_tokens": ["0", "2560"]},
+                 eval=dict(eval_tokens=2560, eval_context=256, eval_stride=256),
+                 data=dict(name="toy", fingerprint="f" * 64, val_tokens=50_834, val_bytes=120_019,
+                           sha256={"toy_val_000000.bin": VAL, "toy.model": TOKENIZER}))
+    score = dict(kind="score", tag="final_int8_zlib_roundtrip", val_loss=4.701, val_bpb=None)
+    (log.parent / "events.jsonl").write_text("\n".join([json.dumps(start), json.dumps(score), ""]))
+    by_events, = runs.read_runs(log)
+    assert scores.facts_of(by_events, "val_loss") == scores.facts_of(by_text, "val_loss")
+    assert by_events.partial and by_text.partial and scores.rows_of(by_events) == scores.rows_of(by_text)
+
+
+# ------------------------------------------------------------ commands that train
+@pytest.fixture
+def fake_runs(tmp_path, monkeypatch):
+    """run_once() writes a log whose facts the command names as JSON after its last #."""
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    def run_once(label, command, run_id, seed):
+        path = tmp_path / "logs" / run_id / "train.log"
+        path.parent.mkdir(parents=True)
+        setting = command.rpartition("#")[2]
+        facts = json.loads(setting) if setting.startswith("{") else {}
+        if "VAL_TOKENS=512" in command:
+            facts = PART | dict(tokens=512)
+        path.write_text(log_text(seed, **{"loss": 4.7 + len(label) / 1000} | facts))
+        made.append(label)
+        return runs.read_log(path)
+
+    monkeypatch.setattr(trials, "run_once", run_once)
+    return made
+
+
+def test_runs_in_turn_stop_at_the_first_of_other_tokens(tool, fake_runs, tmp_path):
+    """Not after hours of training: with the first run of the second setting."""
+    part = "true #" + json.dumps(PART | dict(tokens=512))
+    for words in (("compare", "--run", "true", part, "-n", 3),
+                  ("sweep", "VAL_TOKENS=1024,512", "-n", 3, "--command", "true"),
+                  ("compare", "--run", "true", part, "--across", "DEPTH=4,6", "-n", 3)):
+        fake_runs.clear()
+        code, out, err = tool(*words)
+        assert code == 2 and "val tokens scored: " in err and "verdict" not in out, words
+        assert len(fake_runs) == 2
+
+
+def test_settings_of_unlike_data_are_each_compared(tool, fake_runs):
+    """`--across` may change the data: A and B are compared at each setting."""
+    code, out, _ = tool("compare", "--run", "true", "true  ", "--across", "VAL_TOKENS=512,512000", "-n", 2)
+    assert code == 0 and out.count("verdict:") == 2
+    assert "val_loss_partial: the loss on the first 512 of" in out
+
+
+@pytest.fixture
+def fake_jobs(tmp_path, monkeypatch):
+    """side_by_side() makes the runs of jobs; where a flag of the change is `part`, of a part of val."""
+    monkeypatch.chdir(tmp_path)
+
+    def side_by_side(jobs, workers):
+        found = []
+        for change, proxy, seed in jobs:
+            path = tmp_path / "runs" / f"{change.name}_{proxy.width}_{proxy.text}_{seed}" / "train.log"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            facts = PART | dict(tokens=512 if "part" in change.flags else 1024)
+            path.write_text(log_text(seed % 100, **facts, loss=4.7 + len(change.name) / 100))
+            found.append(runs.read_log(path))
+        return found
+
+    monkeypatch.setattr(tries, "side_by_side", side_by_side)
+    return SimpleNamespace(workers=1, pairs=4, same=False)
+
+
+def test_a_try_compares_the_same_tokens(fake_jobs, tmp_path):
+    head = Change("HEAD", tmp_path, {})
+    noise = tries.Noise()
+    said = []
+    found = tries.pairs_of(head, Change("y", tmp_path, {}), Proxy("p", 32, "t"), 1, noise, 10, fake_jobs,
+                           lambda *lines: said.extend(lines))
+    assert found["pairs"]
+    told = "val_loss_partial: the loss on the first 1,024"
+    assert [line[:len(told)] for line in said if "partial" in line] == [told]
+    with pytest.raises(runs.Refused, match="val tokens scored: 1,024 .*, 512 "):
+        tries.pairs_of(head, Change("yours", tmp_path, {"part": "1"}), Proxy("p", 32, "t"), 1, noise, 10,
+                       fake_jobs, said.append)
+
+
+def test_a_ranking_compares_the_same_tokens(tool, fake_jobs, tmp_path, monkeypatch):
+    monkeypatch.setattr(tries, "planned", lambda change, proxy: (proxy.width, 1000))
+    (tmp_path / "train_gpt.py").write_text("pass\n")
+    monkeypatch.setattr(tries, "ROOT", tmp_path)
+    words = ("rank", "GAIN=1", "--widths", 32, "--texts", "t", "--rounds", 2)
+    assert tool(*words, "--name", "one")[0] == 0
+    code, out, err = tool(*words[:2], "PART=1", *words[2:], "--name", "two")
+    assert code == 2 and "val tokens scored: 1,024" in err and "gains" not in out
+
+
+def test_a_calibration_compares_the_same_tokens(fake_jobs, tmp_path):
+    jobs = [(Change(name, tmp_path, {"part": "1"} if name == "b" else {}), Proxy("p", 32, "t"), 48)
+            for name in ("base", "a", "b")]
+    calibration.run_jobs(jobs[:2], 1, {}, tmp_path / "runs.tsv", print)
+    with pytest.raises(runs.Refused, match="val tokens scored: 1,024 .*, 512 "):
+        calibration.run_jobs(jobs, 1, {}, tmp_path / "runs.tsv", print)
+
+
+# ------------------------------------------------------------ records
+def test_a_record_is_of_runs_that_compare(tmp_path, monkeypatch):
+    """`new` asks of its runs, of the baseline and of the record before; `check` of the same."""
+    write_side(tmp_path / "a")
+    write_side(tmp_path / "b", (4, 5), val="e" * 64)
+    good = runs.load_runs([tmp_path / "a"])
+    other = runs.load_runs([tmp_path / "b"])
+    names = ("name", "author", "github_id", "blurb", "ai_disclosure")
+    args = SimpleNamespace(
+        **dict.fromkeys(names, "x"), runs=[0], baseline=[], exclude=[], before="", whole=True)
+    result = dict(seed=1, preset="tiny", run_id="x", config={}, hardware="X")
+    opened = {0: (good[0], result), 1: (other[0], result)}
+    for name in ("check_alike", "demand_one_recipe"):
+        monkeypatch.setattr(new_record, name, lambda *_: None)
+    monkeypatch.setattr(new_record, "excluded_runs", lambda *_: [])
+    monkeypatch.setattr(new_record, "open_run", opened.get)
+    for asked, earlier in ((args.__dict__ | {"baseline": [1]}, []), (args.__dict__, other)):
+        monkeypatch.setattr(new_record, "records_of", lambda track: {"2026-01-01_X": SimpleNamespace(
+            runs=earlier, result=lambda run: result)} if earlier else {})
+        monkeypatch.setattr(new_record, "best_before", lambda records, hardware: next(iter(records), "none"))
+        with pytest.raises(runs.Refused, match="val split: aaaaaaaa"):
+            new_record.new(SimpleNamespace(**asked), print)
+    folder = SimpleNamespace(
+        ours=True, runs=good, baseline=other, submission={"before": None, "track": "tiny"}, finished=str,
+        track=SimpleNamespace(metric="val_bpb", rank="metric"), hardware=lambda: "X",
+        result=lambda run: result, result_name=lambda run: "result.json")
+    monkeypatch.setattr(checks, "records_of", lambda track: {})
+    with pytest.raises(checks.Broken, match="are not scored alike: val split: aaaaaaaa"):
+        checks.check_before(folder, None)
+    folder.baseline = []
+    assert "the first of its track" in checks.check_before(folder, None)
+
+
+def test_the_record_of_another_text_is_not_drawn(tmp_path):
+    """In grey, beside runs whose losses do not compare with it."""
+    from records.show import curves
+    home = ROOT / "records/track_tiny"
+    mine = runs.load_runs([home / "2026-11-21_Baseline"])
+    assert [*curves.record_to_beat(mine)] == [f"record {max(home.iterdir()).name.partition('_')[2]}"]
+    for run in mine:
+        run.eval["eval_tokens"] = "4096"
+    assert curves.record_to_beat(mine) == {}

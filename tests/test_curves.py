@@ -1,0 +1,133 @@
+"""Pictures of `record plot` and `record compare`: names, frames, legends."""
+import matplotlib.figure
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from helpers import ROOT
+from records.judge import runs
+from records.show import curves
+
+
+def legend(axes):
+    """The entries of the legend below a picture's axes."""
+    box, = axes.figure.legends
+    return [text.get_text() for text in box.get_texts()]
+
+
+def demand_whole(axes):
+    """The title is not clipped, and the legend covers no part of the axes."""
+    figure = axes.figure
+    FigureCanvasAgg(figure).draw()
+    title = axes.title.get_window_extent()
+    frame = axes.get_window_extent()
+    box = figure.legends[0].get_window_extent()
+    assert 0 <= title.x0 and title.x1 <= figure.bbox.x1 and title.y1 <= figure.bbox.y1
+    assert 0 <= box.x0 and box.x1 <= figure.bbox.x1 and 0 <= box.y0 and box.y1 <= frame.y0
+
+
+@pytest.mark.parametrize("by, end", [("seconds", 119.98), ("tokens", 2.2e6), ("step", 1060)])
+def test_several_runs_are_a_median_in_a_band(tool, monkeypatch, by, end):
+    """And the record of their track is grey, unless it is what is drawn; all inside the frame."""
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    home = ROOT / "records/track_tiny"
+    newest = max(home.iterdir()).name
+    assert tool("plot", home / "2026-11-21_Baseline", "--by", by, "--out", "x.png")[0] == 0
+    axes = figures.pop().axes[0]
+    record_name = newest.partition("_")[2]
+    assert legend(axes) == [
+        f"record {record_name} (5 runs)", "Baseline (5 runs)", "line: train, median of the runs",
+        "band: lowest to highest run", "points: final val"]
+    demand_whole(axes)
+    assert axes.get_title() == "tiny: Baseline"
+    record, _, median, finals = axes.get_lines()
+    assert record.get_color() == "0.5" != median.get_color() and len(finals.get_xdata()) == 5
+    band = axes.collections[1].get_paths()[0].get_extents()
+    low, high = axes.get_ylim()
+    _, right = axes.get_xlim()
+    assert low < band.y0 < median.get_ydata().min() < median.get_ydata().max() <= band.y1 < high
+    assert max(finals.get_xdata()) == pytest.approx(end, rel=0.02) and right > max(finals.get_xdata())
+    # no curve before the first loss of a log
+    first = max(getattr(run.curves["train"][0], by) for run in runs.load_runs([home / "2026-11-21_Baseline"]))
+    assert median.get_xdata()[0] == pytest.approx(max(first, 0.02 * median.get_xdata()[-1]))
+    assert tool("plot", home / newest, "--by", by, "--out", "x.png")[0] == 0
+    assert not any(name.startswith("record") for name in legend(figures.pop().axes[0]))
+
+
+def test_many_curves_leave_title_and_curves_free(tool, monkeypatch):
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    homes = sorted((ROOT / "records/track_tiny").iterdir())
+    assert tool("plot", *homes, "--out", "x.png")[0] == 0
+    axes = figures.pop().axes[0]
+    demand_whole(axes)
+    assert legend(axes)[:2] == ["Baseline (5 runs)", "BigramsKeyOffset (5 runs)"]
+    assert axes.get_title() == f"tiny: {len(homes)} sets of runs"
+
+
+def test_trials_that_differ_by_seed_are_one_curve(tool, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    for trial, seed in ((0, 1338), (0, 1339), (1, 1340)):
+        folder = tmp_path / f"trial_20260101_{trial}_seed{seed}"
+        folder.mkdir()
+        log = ROOT / f"records/track_tiny/2026-11-21_Baseline/train_seed{seed}.log"
+        (folder / "train.log").write_bytes(log.read_bytes())
+    assert tool("plot", *sorted(tmp_path.iterdir()), "--out", "x.png")[0] == 0
+    names = legend(figures.pop().axes[0])
+    assert [name for name in names if "2 runs" in name] == ["0 (2 runs)"]
+    assert [name for name in names if "one run" in name] == ["1 (one run)"]
+
+
+def test_made_up_names_are_told_apart_by_constants(tool, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    for trial, rate in ((0, "0.02"), (1, "0.03")):
+        folder = tmp_path / f"trial_20261127_232842_580682_{trial}_seed1338"
+        folder.mkdir()
+        text = (ROOT / f"records/track_tiny/2026-11-21_Baseline/train_seed{1338 + trial}.log").read_text()
+        (folder / "train.log").write_text(text.replace("config matrix_lr=0.03", f"config matrix_lr={rate}"))
+    for command in ("plot", "compare"):
+        assert tool(command, *sorted(tmp_path.glob("trial*")), "--out", tmp_path / "x.png")[0] == 0
+    of_plot, of_compare = [figure.axes[0] for figure in figures]
+    assert [name for name in legend(of_compare) if "one run" in name] == [
+        "A, matrix_lr=0.02 (one run)", "B, matrix_lr=0.03 (one run)"]
+    assert {"matrix_lr=0.02 (one run)", "matrix_lr=0.03 (one run)"} < {*legend(of_plot)}
+    assert of_plot.get_title() == "tiny: matrix_lr=0.02, matrix_lr=0.03"
+
+
+def test_a_dot_in_a_run_s_name_is_part_of_it(tool, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    for rate, seed in (("0.02", 1338), ("0.03", 1339)):
+        folder = tmp_path / f"lr{rate}"
+        folder.mkdir()
+        log = ROOT / f"records/track_tiny/2026-11-21_Baseline/train_seed{seed}.log"
+        (folder / "train.log").write_bytes(log.read_bytes())
+    assert tool("plot", *sorted(tmp_path.iterdir()), "--out", "x.png")[0] == 0
+    names = legend(figures.pop().axes[0])
+    assert {"lr0.02 (one run)", "lr0.03 (one run)"} <= {*names}
+
+
+def test_a_part_of_val_is_the_curve_where_validations_are_few(tool, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    text = (ROOT / "records/track_tiny/2026-11-21_Baseline/train_seed1338.log").read_text()
+    parts = [f"val_part step:{step} val_loss:{5 - step / 100}\n" for step in (50, 100, 150, 200)]
+    (tmp_path / "train.log").write_text(text + "".join(parts))
+    assert tool("plot", tmp_path, "--out", "x.png")[0] == 0
+    axes = figures.pop().axes[0]
+    assert "line: a part of val, median of the runs" in legend(axes)
+    assert legend(axes)[0].startswith("record ") and len(axes.get_lines()) == 4, "the record has such a curve"
+    old = runs.load_runs([ROOT / "records/track_tiny/2026-11-21_Baseline"], print)
+    monkeypatch.setattr(curves, "record_to_beat", lambda runs: {"record of old": old})
+    assert tool("plot", tmp_path, "--out", "x.png")[0] == 0
+    assert not any("a part of val" in name for name in legend(figures.pop().axes[0])), "that record has none"
+    monkeypatch.setattr(curves, "record_to_beat", lambda runs: {})
+    for by in ("seconds", "step"):
+        assert tool("plot", tmp_path, "--by", by, "--out", "x.png")[0] == 0
+        axes = figures.pop().axes[0]
+        assert "line: a part of val" in legend(axes)
+        assert axes.get_lines()[0].get_ydata()[-1] == pytest.approx(3.0)
+    assert tool("plot", tmp_path, "--by", "tokens", "--out", "x.png")[0] == 0
+    assert "line: train" in legend(figures.pop().axes[0])

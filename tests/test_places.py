@@ -1,0 +1,345 @@
+"""Where data/prepare.py and data/download.py put things: a failed --force leaves the old dataset, folders may
+be links or lie on other disks, and what cannot be put in place is refused before the work."""
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from data import prepare
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data import download
+from data import inputs
+from test_prepare import make_texts, read_documents, run, run_killed, snapshot, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return make_texts(120)
+
+
+@pytest.fixture
+def command(tmp_path, texts):
+    """For vocabulary 400; another one may follow."""
+    path = write_jsonl(tmp_path / "t.jsonl", texts)
+    return ["--text", path, "--name", "toy", "--out", tmp_path / "out", "--vocab-size", 400]
+
+
+@pytest.fixture
+def parquet(tmp_path, texts):
+    for number in range(3):
+        pq.write_table(pa.table({"text": texts[number::3]}), tmp_path / f"{number}.parquet")
+    paths = [tmp_path / f"{number}.parquet" for number in range(3)]
+    return ["--parquet", *paths, "--name", "toy", "--processes", 1, "--out", tmp_path / "out",
+            "--vocab-size", 400]
+
+
+def visible(out):
+    """What is there, but for hidden files."""
+    return {name: raw for name, raw in snapshot(out).items() if "/." not in name}
+
+
+# --- a failed --force ----------------------------------------------------------------------------------
+def raising(function, number, error, before=True):
+    """The function, which fails before or after its number-th call."""
+    calls = []
+
+    def call(*args, **kwargs):
+        calls.append(args)
+        if before and len(calls) == number:
+            raise error
+        result = function(*args, **kwargs)
+        if len(calls) == number:
+            raise error
+        return result
+    return call
+
+
+FAILURES = [
+    (shutil, "copyfile", 1, True), (shutil, "copyfile", 2, True), (shutil, "copyfile", 2, False),
+    (prepare.os, "replace", 1, True), (prepare.os, "replace", 1, False), (prepare.os, "replace", 2, True),
+    (prepare.os, "replace", 2, False), (prepare.os, "replace", 3, True),
+    (prepare, "train_tokenizer", 1, True), (prepare, "write_manifest", 1, False),
+    (prepare, "install", 1, True)]
+
+
+@pytest.mark.parametrize("error", [
+    KeyboardInterrupt(), PermissionError(errno.EPERM, "Operation not permitted"),
+    OSError(errno.ENOSPC, "No space left on device")], ids=["ctrl-c", "eperm", "full"])
+@pytest.mark.parametrize("module, name, number, before", FAILURES)
+def test_a_failed_force_leaves_the_old_dataset(tmp_path, command, monkeypatch, module, name, number, before,
+                                               error):
+    run(*command)
+    old = snapshot(tmp_path / "out")
+    with monkeypatch.context() as context:
+        context.setattr(module, name, raising(getattr(module, name), number, error, before))
+        run(*command, "--vocab-size", 410, "--force", expect=1)
+    assert snapshot(tmp_path / "out") == old
+    assert "already" in run(*command)
+    run(*command, "--vocab-size", 410, "--force")
+    manifest = json.loads((tmp_path / "out/datasets/toy/manifest.json").read_text())
+    assert manifest["tokenizer"]["vocab_size"] == 410
+    assert visible(tmp_path / "out") == snapshot(tmp_path / "out")
+
+
+@pytest.mark.parametrize("number", range(1, 4))
+def test_a_killed_force_gives_the_old_dataset_back(tmp_path, command, number):
+    """By kill -9 between any two renames; whatever command comes next finds it."""
+    run(*command)
+    old = snapshot(tmp_path / "out")
+    run_killed("replace", number, *command, "--vocab-size", 410, "--force")
+    if number == 1:
+        assert visible(tmp_path / "out") == old
+    assert "--force replaces it" in run(*command, "--vocab-size", 420, expect=2)
+    assert visible(tmp_path / "out") == old
+    assert "already" in run(*command) and snapshot(tmp_path / "out") == old
+
+
+def test_a_force_that_was_killed_at_its_very_end(tmp_path, command):
+    """When the new dataset was in place, and what was left of both lay beside it."""
+    run(*command)
+    run_killed("restore", 2, *command, "--vocab-size", 410, "--force")
+    assert len(visible(tmp_path / "out")) < len(snapshot(tmp_path / "out"))
+    (tmp_path / "out/datasets/toy/tokenizer.model").touch()
+    assert "already" in run(*command, "--vocab-size", 410)
+    run(*command, "--vocab-size", 410, "--out", tmp_path / "alone")
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("number", [-2, -1, 0])
+def test_parquet_that_was_killed_or_failed_at_its_end(tmp_path, parquet, monkeypatch, number):
+    """The old dataset is there, and the same command needs no tokenizing again."""
+    run(*parquet)
+    old = snapshot(tmp_path / "out")
+    shards = len(json.loads(old["datasets/toy/manifest.json"])["files"])
+    more = ["--vocab-size", 410, "--force"]
+    run_killed("replace", shards + 4 + number, *parquet, *more)
+    assert "--force replaces it" in run(*parquet, "--vocab-size", 420, expect=2)
+    assert visible(tmp_path / "out") == old
+    with monkeypatch.context() as context:
+        context.setattr(prepare.WordEncoder, "document", None)       # not called
+        context.setattr(os, "replace", raising(os.replace, 3 + number, OSError(errno.EPERM, "not permitted")))
+        run(*parquet, *more, expect=1)
+        assert visible(tmp_path / "out") == old
+    monkeypatch.setattr(prepare.WordEncoder, "document", None)
+    run(*parquet, *more)
+    assert b'"vocab_size": 410' in snapshot(tmp_path / "out")["datasets/toy/manifest.json"]
+
+
+def test_a_folder_in_the_tokenizers_place(tmp_path, command):
+    """Is told before the work."""
+    run(*command)
+    model = tmp_path / "out/tokenizers/toy.model"
+    model.unlink()
+    model.mkdir()
+    (model / "keep").touch()
+    old = snapshot(tmp_path / "out")
+    for more in ([], ["--vocab-size", 410, "--force"]):
+        said = run(*command, *more, expect=2)
+        assert "toy.model is a folder" in said and "training" not in said
+        assert snapshot(tmp_path / "out") == old
+
+
+# --- folders elsewhere -----------------------------------------------------------------------------------
+def another_disk():
+    """A folder of another file system, or None."""
+    place = Path("/dev/shm")
+    return place if place.is_dir() and os.access(place, os.W_OK) else None
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A folder on another disk, if there is one; else one that lies deeper."""
+    place = another_disk() or tmp_path
+    folder = place / f"elsewhere-{os.getpid()}" / "deep" / "er"
+    folder.mkdir(parents=True)
+    yield folder
+    shutil.rmtree(folder.parent.parent)
+
+
+@pytest.mark.parametrize("form", ["command", "parquet"])
+@pytest.mark.parametrize("name", ["", "datasets", "tokenizers", "datasets/toy"])
+def test_folders_may_be_links_to_another_disk(tmp_path, request, elsewhere, name, form):
+    """The tokenizer is found from where the dataset lies, and --force and a second run work there, too."""
+    words = request.getfixturevalue(form)
+    run(*words, "--out", tmp_path / "plain")
+    link = tmp_path / "out" / name
+    (tmp_path / "out").mkdir()
+    if not name:
+        (tmp_path / "out").rmdir()
+    link.parent.mkdir(exist_ok=True)
+    (elsewhere / "target").mkdir()
+    link.symlink_to(elsewhere / "target")
+    if name == "datasets/toy":
+        assert "without a readable manifest" in run(*words, expect=2)       # what it leads to is no dataset
+        (elsewhere / "target").rmdir()
+    run(*words)
+    assert link.is_symlink()
+    for split in ("val", "train"):
+        expected = read_documents(tmp_path / "plain", "toy", split)
+        assert read_documents(tmp_path / "out", "toy", split) == expected
+    assert "already" in run(*words)
+    run(*words, "--vocab-size", 410, "--force")
+    assert link.is_symlink() and "already" in run(*words, "--vocab-size", 410)
+    assert read_documents(tmp_path / "out", "toy", "val") == read_documents(tmp_path / "plain", "toy", "val")
+    assert not list(elsewhere.rglob(".toy*"))
+
+
+def test_each_of_them_on_a_disk_of_its_own(tmp_path, command, elsewhere):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/datasets").symlink_to(elsewhere)
+    (tmp_path / "deep/er/tokenizers").mkdir(parents=True)
+    (tmp_path / "out/tokenizers").symlink_to("../deep/er/tokenizers")
+    run(*command)
+    assert len(read_documents(tmp_path / "out", "toy", "train")) > 90 and "already" in run(*command)
+
+
+@pytest.mark.parametrize("name", ["datasets", "tokenizers", "datasets/toy"])
+def test_links_to_nowhere_are_told_before_the_work(tmp_path, command, name):
+    """As of a disk that is not mounted: nothing is made in its place."""
+    (tmp_path / "out" / name).parent.mkdir(parents=True)
+    (tmp_path / "out" / name).symlink_to(tmp_path / "nowhere/at/all")
+    for more in ([], ["--force"]):
+        said = run(*command, *more, expect=2)
+        assert "is a link to " in said and "nowhere/at/all" in said and "not there" in said, said
+        assert "training" not in said and not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("name", ["datasets", "tokenizers"])
+def test_files_in_a_folders_place(tmp_path, command, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).touch()
+    said = run(*command, expect=2)
+    assert "the dataset cannot be written: cannot write to" in said and "training" not in said
+
+
+def test_where_another_disk_is_mounted(tmp_path, command, monkeypatch):
+    """Neither can be renamed."""
+    folder = tmp_path / "out/datasets/toy"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == folder)
+    said = run(*command, "--force", expect=2)
+    assert "another disk is mounted" in said and "training" not in said
+
+
+def test_a_folder_of_a_containers_image(tmp_path, command, monkeypatch):
+    """Which cannot be renamed: overlayfs has it that way, with EXDEV."""
+    run(*command)
+    old = snapshot(tmp_path / "out")
+    folder = tmp_path / "out/datasets/toy"
+    replace = os.replace
+
+    def of_overlayfs(source, target):
+        if Path(source) == folder:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", of_overlayfs)
+    with monkeypatch.context() as context:
+        context.setattr(shutil, "copytree", raising(shutil.copytree, 1, OSError(errno.ENOSPC, "full"), False))
+        run(*command, "--vocab-size", 410, "--force", expect=1)
+    assert snapshot(tmp_path / "out") == old
+    run(*command, "--vocab-size", 410, "--force")
+    new = snapshot(tmp_path / "out")
+    run(*command, "--vocab-size", 410, "--out", tmp_path / "alone")
+    assert new == snapshot(tmp_path / "alone")
+
+
+OVERLAY = """
+set -e
+cd "$1"
+mkdir -p disk
+mount -t tmpfs none disk
+mkdir -p disk/lower disk/upper disk/work merged
+cp -r out/. disk/lower
+mount -t overlay overlay -o lowerdir=disk/lower,upperdir=disk/upper,workdir=disk/work merged
+shift
+"$@"
+rm -rf out
+cp -r merged out
+"""
+
+
+def test_a_real_overlay(tmp_path, command):
+    """Where the system lets us mount one."""
+    run(*command)
+    words = [sys.executable, prepare.__file__, *command, "--vocab-size", 410, "--force"]
+    words[words.index("--out") + 1] = "merged"
+    done = subprocess.run(["unshare", "-m", "bash", "-c", OVERLAY, "overlay", *map(str, [tmp_path, *words])],
+                          capture_output=True, text=True)
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip("nothing can be mounted here")
+    assert done.returncode == 0, done.stderr
+    new = visible(tmp_path / "out")
+    run(*command, "--vocab-size", 410, "--out", tmp_path / "alone")
+    assert new == snapshot(tmp_path / "alone")
+
+
+def test_paths_as_the_system_resolves_them(tmp_path):
+    (tmp_path / "a/b/c").mkdir(parents=True)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/t.model").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "a/b/c")
+    (tmp_path / "e").symlink_to("d")
+    for folder in ("a/b/c", "link", "d", "e"):
+        for place in ("d", "e"):
+            path = inputs.path_between(tmp_path / folder, tmp_path / place / "t.model")
+            assert (tmp_path / folder / path).exists() and not os.path.isabs(path)
+    assert inputs.path_between(tmp_path / "a/b", tmp_path / "a/t.model") == "../t.model"
+
+
+# --- downloads -------------------------------------------------------------------------------------------
+def test_each_disk_has_room_for_what_goes_there(tmp_path, elsewhere, monkeypatch):
+    """Not the disk of the checkout for a folder that lies on another one."""
+    out = tmp_path / "data"
+    out.mkdir()
+    (out / "datasets").symlink_to(elsewhere)
+    file = download.File("", out / "datasets/x/x.bin", "train", 5000, None, None)
+    here = download.File("", out / "tokenizers/x.model", "tokenizer", 70, None, None)
+    two = os.stat(elsewhere).st_dev != os.stat(out).st_dev
+    asked = []
+
+    def free(path):
+        asked.append(os.stat(path).st_dev)
+        there = asked[-1] == os.stat(elsewhere).st_dev
+        return SimpleNamespace(free=download.DISK_MARGIN + (rooms[0] if there or not two else rooms[1]))
+
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    for rooms, fits in (([5000, 70], two), ([5070, 5070], True), ([5069, 69], False), ([4999, 10**6], False)):
+        if fits:
+            download.check_disk([file, here], out)
+        else:
+            with pytest.raises(download.Refused, match="free disk space"):
+                download.check_disk([file, here], out)
+    rooms = [6000, 70]
+    download.check_disk([file, here], out, 900)
+    with pytest.raises(download.Refused, match="free disk space"):
+        download.check_disk([file, here], out, 1001)
+    assert len({*asked}) == 1 + two
+
+
+@pytest.mark.parametrize("name", ["datasets", "tokenizers"])
+def test_links_to_nowhere_are_told_before_a_download(tmp_path, name):
+    (tmp_path / name).symlink_to(tmp_path / "nowhere/at/all")
+    files = [download.File("", tmp_path / "datasets/x/x.bin", "train", 5, None, None),
+             download.File("", tmp_path / "tokenizers/x.model", "tokenizer", 7, None, None)]
+    with pytest.raises(download.Refused, match="is a link to .*nowhere/at/all, which is not there"):
+        download.check_disk(files, tmp_path)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_linked_bundle_of_core(tmp_path, elsewhere):
+    """It goes where the link leads, in one rename there."""
+    assert download.core_folder(tmp_path) == tmp_path / "core_bundle"
+    (tmp_path / "core_bundle").symlink_to(elsewhere / "bundle")
+    assert download.core_folder(tmp_path) == elsewhere / "bundle"
+    (tmp_path / "core_bundle").unlink()
+    (tmp_path / "core_bundle").symlink_to(tmp_path / "nowhere/at/all")
+    with pytest.raises(download.Refused, match="in a folder that is not there: .*nowhere/at/all"):
+        download.core_folder(tmp_path)

@@ -1,0 +1,1190 @@
+"""Preflight: what is found out before a run starts. Launchers, machines, names, data as a whole, models and
+checkpoints, the plan."""
+import hashlib
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import helpers
+import train_gpt
+from helpers import ROOT, TOY, tokens_of, write_dataset, write_shard
+from tools.run import dataset, machine, names, plan, preflight, surroundings
+from train_gpt import Refused, load_config, preset_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DATA = Path("data/datasets/toy")
+MODEL = Path("data/tokenizers/toy.model")
+MANIFEST = DATA / "manifest.json"
+VAL, TRAIN, LATER = (DATA / f"toy_{name}.bin" for name in ("val_000000", "train_000000", "train_000001"))
+SMALL = {name: text for name, text in TOY.items() if name.lower() in vars(load_config({}))}
+MEETING = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+TWO = dict(RANK="0", WORLD_SIZE="2") | MEETING
+CPU = machine.Machine(1, 1, False, torch.device("cpu"), torch.float32, 1 << 40, 2)
+GPU = CPU._replace(on_gpu=True, device=torch.device("cuda"), dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def workplace(tiny_data, tmp_path, monkeypatch):
+    """A copy of tiny_data that a test may damage, as the current folder."""
+    shutil.copytree(tiny_data / "data", tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch):
+    """An empty folder, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def call(capsys):
+    """Words and an environment -> (exit code, what was printed, what went to stderr). It leaves nothing."""
+    def call(*words, **env):
+        capsys.readouterr()
+        had = sorted(Path(".").rglob("*"))
+        code = preflight.main(words, env)
+        out, err = capsys.readouterr()
+        assert sorted(Path(".").rglob("*")) == had
+        return code, out, err
+    return call
+
+
+@pytest.fixture
+def refused(call):
+    """Calls it and holds it to the contract of a refusal -> the sentence."""
+    def refused(*words, **env):
+        code, out, err = call(*words, **env)
+        assert code == 2 and err.startswith("preflight: ") and err.count("\n") == 1, err
+        assert str(Path.cwd()) not in err and "Traceback" not in out + err
+        return err
+    return refused
+
+
+# -------------------------------------------------------------------------------- launchers
+WELL_FORMED = [
+    ({}, None), (dict(RANK="0", WORLD_SIZE="1"), (1, 1)), (TWO, (2, 2)), (TWO | dict(RANK="1"), (2, 2)),
+    (MEETING, None),
+    (MEETING | dict(RANK="9", WORLD_SIZE="16", LOCAL_RANK="3", LOCAL_WORLD_SIZE="4"), (16, 4)),
+    (dict(RANK="00", WORLD_SIZE="01"), (1, 1))]
+NO_NUMBERS = ("", " ", "x", "1.0", "-1", "+1", " 1", "1 ", "1_0", "0x1", "1e0", "½", "٣", "１", "nan", "None",
+              "4,2", "9" * 5000, "1\n", "\udcff", "tcp://10.0.0.1:2345", "70000000")
+MALFORMED = [   # variables, what the sentence names
+    *((TWO | {name: text}, name) for name in machine.LAUNCH_NUMBERS for text in NO_NUMBERS),
+    (dict(RANK="0"), "WORLD_SIZE"), (dict(RANK="3"), "WORLD_SIZE"), (dict(WORLD_SIZE="2"), "RANK"),
+    (dict(WORLD_SIZE="1"), "RANK"), (dict(LOCAL_RANK="0"), "RANK"), (dict(LOCAL_WORLD_SIZE="2"), "RANK"),
+    (dict(RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"), "WORLD_SIZE"),
+    (dict(RANK="0") | MEETING, "WORLD_SIZE"),
+    (dict(WORLD_SIZE="0"), "RANK is missing"), (TWO | dict(WORLD_SIZE="0"), "WORLD_SIZE:0"),
+    (TWO | dict(RANK="2"), "RANK:2"), (TWO | dict(RANK="7"), "RANK:7"),
+    (TWO | dict(LOCAL_RANK="7"), "LOCAL_RANK:7"), (TWO | dict(LOCAL_WORLD_SIZE="3"), "LOCAL_WORLD_SIZE:3"),
+    (TWO | dict(LOCAL_WORLD_SIZE="0"), "LOCAL_WORLD_SIZE"),
+    (TWO | dict(LOCAL_RANK="1", LOCAL_WORLD_SIZE="1"), "LOCAL_RANK:1"),
+    *((MEETING | dict(MASTER_PORT=port), "MASTER_PORT") for port in ("0", "65536", "99999")),
+    (dict(RANK="0", WORLD_SIZE="2"), "MASTER_ADDR"), (TWO | dict(MASTER_ADDR=""), "MASTER_ADDR"),
+    (dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"), "MASTER_PORT")]
+LONE_TASKS = {
+    "Slurm": dict(SLURM_PROCID="1", SLURM_NTASKS="8"),
+    "Slurm, a step of an allocation": dict(SLURM_PROCID="0", SLURM_NTASKS="1", SLURM_STEP_NUM_TASKS="2"),
+    "Open MPI": dict(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="4"),
+    "MPICH": dict(PMI_RANK="3", PMI_SIZE="4")}
+
+
+@pytest.mark.parametrize("env, found", WELL_FORMED)
+def test_ranks(env, found):
+    assert machine.read_launch(env) == found
+
+
+def test_malformed_ranks_are_refused_in_one_sentence():
+    for env, word in MALFORMED:
+        with pytest.raises(Refused) as caught:
+            machine.read_launch(env)
+        sentence = str(caught.value)
+        assert word in sentence and len(sentence) < 250 and sentence.isprintable(), (env, sentence)
+
+
+@pytest.mark.parametrize("words", [[], ["--dry-run"]])
+@pytest.mark.parametrize("env", [dict(RANK="0"), TWO | dict(RANK="x"), *LONE_TASKS.values()])
+def test_a_run_and_a_dry_run_refuse_a_launch_alike(env, words, workplace, refused):
+    assert "WORLD_SIZE" in refused(*words, **SMALL | env) or "RANK" in refused(*words, **SMALL | env)
+
+
+@pytest.mark.parametrize("env", LONE_TASKS.values(), ids=LONE_TASKS)
+def test_several_tasks_do_not_each_train_alone(env, workplace, refused):
+    sentence = refused(**SMALL | env)
+    assert all(word in sentence for word in ("without RANK and WORLD_SIZE", "torchrun --nproc_per_node"))
+    assert machine.read_launch(env | TWO) == (2, 2)  # torchrun or a batch script has set them
+    assert machine.read_launch(env | dict(RANK="0", WORLD_SIZE="1")) == (1, 1)
+
+
+@pytest.mark.parametrize("env", [
+    dict(SLURM_PROCID="0", SLURM_NTASKS="1"), dict(SLURM_NTASKS="8"),       # salloc: no task of a step
+    dict(SLURM_PROCID="0", SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="1"),
+    dict(SLURM_PROCID="0", SLURM_NTASKS="x"),
+    dict(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1"), dict(PMI_RANK="0", PMI_SIZE="")])
+def test_one_task_trains(env):
+    assert machine.read_launch(env) is None
+
+
+@pytest.mark.parametrize("flag", [
+    "--local-rank=0", "--local_rank=1", "--local-rank", "--nproc_per_node=8", "--nnodes=2", "--node-rank=0",
+    "--master-port=29500", "--world-size=2"])
+def test_flags_of_launchers_name_torchrun(flag, workplace, refused):
+    sentence = refused(flag, **SMALL)
+    assert sentence.startswith(f"preflight: {flag.partition('=')[0]} is a launcher's: ")
+    assert all(word in sentence for word in ("torchrun --nproc_per_node", "RANK, WORLD_SIZE and LOCAL_RANK"))
+
+
+# -------------------------------------------------------------------------------- the machine
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    """cgroups(own, {file: text}): such a /proc/self/cgroup and /sys/fs/cgroup, on 100 pages of 4,096 bytes
+    and 16 CPUs."""
+    def cgroups(own, files):
+        (tmp_path / "cgroup").write_text("".join([f"{line}\n" for line in own]))
+        for name, text in files.items():
+            path = tmp_path / "sys" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+        return machine.memory_limit(), surroundings.usable_cpus()
+
+    monkeypatch.setattr(surroundings, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(surroundings, "CGROUPS", tmp_path / "sys")
+    monkeypatch.setattr(os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 100)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
+    return cgroups
+
+
+V1 = ["9:name=systemd:/", "4:memory:/job/7", "2:cpu,cpuacct:/job", "0::/"]
+WHOLE = 100 * 4096
+
+
+@pytest.mark.parametrize("own, files, found", [
+    ([], {}, (WHOLE, 16)),
+    (["0::/job"], {"job/memory.max": "max", "job/cpu.max": "max 100000"}, (WHOLE, 16)),
+    (["0::/job"], {"job/memory.max": "9000", "job/cpu.max": "250000 100000"}, (9000, 3)),
+    (["0::/job/step"], {"job/memory.max": "9000", "job/step/memory.max": "max", "job/cpu.max": "1000 100000"},
+     (9000, 1)),                                            # what is above counts, too
+    (["0::/"], {"memory.max": "8000", "cpu.max": "400000 100000"}, (8000, 4)),      # in a container
+    (["0::/../../x"], {"memory.max": "8000"}, (8000, 16)),
+    (["0::/job"], {"job/memory.max": str(1 << 62), "job/cpu.max": "9900000 100000"}, (WHOLE, 16)),
+    (V1, {"memory/job/7/memory.limit_in_bytes": "7000", "cpu/job/cpu.cfs_quota_us": "150000",
+          "cpu/job/cpu.cfs_period_us": "100000"}, (7000, 2)),
+    (V1, {"memory/job/7/memory.limit_in_bytes": "9223372036854771712", "cpu/job/cpu.cfs_quota_us": "-1",
+          "cpu/job/cpu.cfs_period_us": "100000"}, (WHOLE, 16)),
+    (V1, {"memory/memory.limit_in_bytes": "6000"}, (6000, 16))])    # its own is outside of the container
+def test_limits_of_cgroups(own, files, found, cgroups):
+    assert cgroups(own, files) == found
+
+
+def test_no_cgroups_and_no_affinity(monkeypatch, tmp_path):
+    """As on macOS."""
+    monkeypatch.setattr(surroundings, "OWN_CGROUPS", tmp_path / "none")
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert surroundings.usable_cpus() == os.cpu_count()
+    assert machine.memory_limit() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_limits_of_a_cgroup_reach_the_plan(cgroups, workplace, call, monkeypatch):
+    """The micro-batch that its memory should hold."""
+    cfg = train_gpt.replace(load_config(SMALL), vocab_size=512)
+    five = 2 * plan.step_memory(cfg, CPU, 5) + 2
+    cgroups(["0::/"], {"memory.max": str(five)})
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 20)
+    code, out, _ = call(**SMALL)
+    assert code == 0 and "micro_batch:4x64 grad_accum_steps:4 " in out
+    assert preflight.preflight(SMALL, [], lambda *_: None).device_batch_size == 4
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """gpus(free, ...): a machine with GPUs that have so many bytes free."""
+    def gpus(*free):
+        team = SimpleNamespace(on_gpu=True, device=torch.device("cuda:0"), dtype=torch.bfloat16)
+        monkeypatch.setattr(machine, "Team", lambda cfg, env: team)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda n: (free[n], 0))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    return gpus
+
+
+def test_a_rank_for_each_gpu(gpus):
+    """If they divide a step; or as many as the launcher says. The one with the least memory decides."""
+    gpus(70, 50, 60)
+    golf = preset_config("golf")
+    assert machine.find_machine(golf, {})[:2] == (3, 3)
+    assert machine.find_machine(golf, {}).free == 50
+    assert machine.find_machine(golf, {}, 2)[:2] == (2, 2)
+    assert machine.find_machine(golf, TWO | dict(LOCAL_WORLD_SIZE="1"))[:2] == (2, 1)
+    assert machine.find_machine(preset_config("tiny"), {})[:2] == (1, 1)    # a step has one row
+    with pytest.raises(Refused, match="5 ranks do not divide the 96 sequences"):
+        machine.find_machine(golf, {}, 5)
+    with pytest.raises(Refused, match="4 ranks for 3 GPUs here"):
+        machine.find_machine(golf, TWO | dict(WORLD_SIZE="4"))
+    machine.find_machine(golf, TWO | dict(WORLD_SIZE="16", LOCAL_WORLD_SIZE="2"))
+
+
+def test_the_trainer_gets_the_micro_batch_of_a_gpu(gpus, empty, call):
+    """Always on a GPU, where its own choice is another; unless it was given."""
+    gpus(*[80 << 30] * 8)
+    report = preflight.preflight({}, ["golf"], lambda *_: None, dry_run=True)
+    assert report.preset == "golf" and report.flags == ["--preset=golf"] and report.device_batch_size == 12
+    _, out, _ = call("gpt2", "--dry-run")
+    assert "world_size:8 device:cuda activations:bfloat16" in out and "collectives: 6727 MB per step" in out
+    assert "; no cap, about 2.9 h (estimate)" in out
+    given = preflight.preflight(dict(DEVICE_BATCH_SIZE="3"), ["golf"], lambda *_: None, dry_run=True)
+    assert given.device_batch_size == 0
+
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+ODD_FOLDERS = {     # the environment, what the trainer gets instead, what is blamed
+    "nothing": (dict(TMPDIR="/scratch/Café-1.2", LOGNAME="jürgen", HOME="a b"), [], []),
+    "a cache with a space": ({CACHE: "my cache"}, [CACHE], [CACHE]),
+    "a cache with a quote": ({CACHE: '6" disk'}, [CACHE], [CACHE]),
+    "a cache that cannot be made": ({CACHE: "/proc/nowhere"}, [CACHE], [CACHE]),
+    "an empty cache": ({CACHE: ""}, [CACHE], [CACHE]),
+    "a good cache stays": ({CACHE: "cache", "TMPDIR": "/scratch/a b"}, ["TMPDIR"], ["TMPDIR"]),
+    "a temporary folder": (dict(TMPDIR="/scratch/it's tmp"), ["TMPDIR"], ["TMPDIR"]),
+    "a user": (dict(LOGNAME="J. O'Neil"), ["LOGNAME"], ["the user's name"]),
+    "both": (dict(USER="a b", TMPDIR="/scratch/a\tb"), ["TMPDIR", "LOGNAME"], ["TMPDIR", "the user's name"])}
+
+
+@pytest.mark.parametrize("case", ODD_FOLDERS)
+def test_torchs_compiler_gets_folders_that_it_can_use(case, empty):
+    """It is told what was to blame; what is set is fine by itself."""
+    env, replaced, blamed = ODD_FOLDERS[case]
+    if "USER" not in env:
+        env = dict(LOGNAME="me") | env
+    settings, odd = surroundings.compiler_folders(env)
+    assert [*settings] == replaced and odd == blamed
+    assert not any(map(surroundings.is_odd, settings.values()))
+    assert surroundings.compiler_folders(env | settings) == ({}, [])
+    lines = surroundings.for_trainer(env | dict(OMP_NUM_THREADS="1"))[1]
+    assert len(lines) == bool(blamed) and all(word in line for line in lines for word in blamed)
+
+
+def test_threads_are_no_more_than_cpus(cgroups):
+    cgroups(["0::/"], {"cpu.max": "200000 100000"})
+    settings, lines = surroundings.for_trainer(dict(LOGNAME="me"))
+    assert settings["OMP_NUM_THREADS"] == "2" and len(lines) == 1 and "OMP_NUM_THREADS=2" in lines[0]
+    settings, lines = surroundings.for_trainer(dict(LOGNAME="me", OMP_NUM_THREADS="6"))
+    assert "OMP_NUM_THREADS" not in settings and lines == []
+
+
+# -------------------------------------------------------------------------------- names
+ORDINARY = """PATH HOME LANG LC_ALL SHELL USER LOGNAME HOSTNAME HOST TERM PWD OLDPWD SHLVL _ TZ TMPDIR TEMP
+PAGER MAIL EDITOR LESS XDG_SESSION_ID SSH_CLIENT PYTHONPATH PYTHONHASHSEED VIRTUAL_ENV CONDA_PREFIX PS1
+OMP_NUM_THREADS MKL_NUM_THREADS LD_LIBRARY_PATH LD_PRELOAD CUDA_HOME CUDA_VISIBLE_DEVICES NCCL_DEBUG RANK
+LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK ROLE_NAME MASTER_ADDR MASTER_PORT TORCH_LOGS
+TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCH_HOME TRITON_CACHE_DIR HF_HOME
+PYTORCH_CUDA_ALLOC_CONF HF_ENDPOINT HF_TOKEN HF_HUB_OFFLINE TOKENIZERS_PARALLELISM WANDB_API_KEY WANDB_PROJECT
+PYTORCH_ALLOC_CONF GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME LOGGER RESTARTS DRY_RUN
+SLURM_JOB_ID SLURM_NTASKS SLURM_NODELIST SLURM_STEP_ID RUNNER_OS GITHUB_RUN_ID GITHUB_ACTIONS CI container
+HTTPS_PROXY NO_PROXY PYTEST_CURRENT_TEST PYTHON PRESS DEVEL DATA MODEL CC CXX CFLAGS MAKEFLAGS""".split()
+
+
+def one_slip(rng, name):
+    """name with one letter lost, doubled, replaced, added or swapped with its neighbour."""
+    i = rng.randrange(1, len(name) - 1)
+    letter = rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ_")
+    before = name[:i]
+    here = name[i]
+    after = name[i + 1:]
+    return rng.choice([before + after, before + here + here + after, before + letter + after,
+                       before + letter + here + after, before[:-1] + here + before[-1] + after])
+
+
+def meant(line):
+    """The names that a line suggests."""
+    return re.findall(r"[A-Z_0-9]{2,}", line.partition("did you mean ")[2])
+
+
+@pytest.mark.parametrize("preset", train_gpt.RECIPES)
+def test_near_misses(preset):
+    """One slip in a name is reported, ordinary variables are not. Names of three letters resemble many."""
+    rng = random.Random(4)
+    known = names.constants_of(preset)
+    assert names.check_variables(preset, dict.fromkeys([*ORDINARY, *known], "1")) == []
+    for name in sorted(name for name in known if len(name) > 3):
+        typo = one_slip(rng, name)
+        if typo not in known and not names.why_not_here(preset, typo):
+            line, = names.check_variables(preset, {typo: "1", "PATH": "x"})
+            assert typo in line and meant(line)[0] in known
+
+
+def test_slips():
+    for typo, name in dict(
+            MATRIX_RL="MATRIX_LR", NUM_LAYER="NUM_LAYERS", ITERATION="ITERATIONS", SEEED="SEED", Seed="SEED",
+            matrix_lr="MATRIX_LR", VAL_TOKEN="VAL_TOKENS").items():
+        line, = names.check_variables("tiny", {typo: "1"})
+        assert line == f"warning: {typo} in the environment is no constant; did you mean {name}?"
+
+
+@pytest.mark.parametrize("preset", train_gpt.RECIPES)
+def test_no_suggestion_that_the_preset_refuses(preset):
+    """Whatever is typed: what other scripts say, and the constants of other presets with a slip."""
+    own = names.constants_of(preset)
+    everywhere = [name for other in train_gpt.RECIPES for name in names.constants_of(other)]
+    typed = [*names.ELSEWHERE, *[f"{name}S" for name in everywhere]]
+    suggested = 0
+    for name in typed:
+        for line in names.check_variables(preset, {name: "1"}):
+            assert {*meant(line)} <= own, line
+            suggested += len(meant(line))
+        with pytest.raises(Refused) as caught:
+            names.trainer_flags({"PRESET": preset}, [f"--{name.lower()}=1"])
+        flags = re.findall(r"--([a-z0-9-]+)", str(caught.value).partition("did you mean ")[2])
+        assert {flag.replace("-", "_").upper() for flag in flags} <= {*own, *names.OF_RUN_SH}
+    assert suggested > 20
+
+
+@pytest.mark.parametrize("preset, typed, wanted", [
+    ("tiny", "LEARNING_RATE", "--matrix-lr, --embed-lr, --head-lr or --scalar-lr"),
+    ("golf", "LR", "--matrix-lr, --tied-embed-lr or --scalar-lr"),
+    ("gpt2", "BATCH_SIZE", "--train-batch-tokens or --device-batch-size"),
+    ("golf", "MOMENTUM", "--muon-momentum"),
+    ("tiny", "N_LAYER", "--num-layers"), ("tiny", "N_EMBD", "--model-dim"), ("golf", "N_HEAD", "--num-heads"),
+    ("speedrun", "BLOCK_SIZE", "--train-seq-len"), ("tiny", "MAX_ITERS", "--iterations"),
+    ("tiny", "MAX_WALLCLOCK", "--max-wallclock-seconds"), ("tiny", "DRYRUN", "--dry-run"),
+    ("tiny", "SCRIP", "--script"), ("tiny", "ZZ", "--help"), ("tiny", "", "--help")])
+def test_what_an_argument_probably_means(preset, typed, wanted, refused, empty):
+    for word in (f"--{typed.lower()}=1", f"{typed}=1"):
+        said = refused(word, PRESET=preset)
+        assert said == f"preflight: unknown argument {word[:-2]}: did you mean {wanted}?\n"
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--matrix-l=3"], "--matrix-l: did you mean --matrix-lr?"),
+    (["--matrixlr", "3"], "did you mean --matrix-lr?"),
+    (["stray"], "unknown argument stray: did you mean --help?"), (["golff"], "did you mean golf?"),
+    (["-x"], "unknown argument -x"), (["--"], "did you mean --help?"), ([""], "unknown argument : "),
+    (["matrix-lr"], "unknown argument matrix-lr: did you mean --matrix-lr?"),
+    (["core"], "core: tiny has no such constant, only gpt2, gpt2_plus"),
+    (["--sample-top-k=3"], "no constant any more: ./run.sh sample RUN --top-k=N"),
+    (["--proxy=64"], "--proxy is for ./run.sh alone"),
+    (["--preset=gulf"], "preset='gulf' is none of tiny, golf"),
+    (["--seed"], "--seed"), (["--seed", "--compile"], "--seed"),
+    (["SEED=x"], "seed='x' must be written like 1337")])
+def test_arguments_that_are_refused(words, said, refused, empty):
+    assert said in refused(*words)
+
+
+@pytest.mark.parametrize("words, flags", [
+    (["golf", "MATRIX_LR=0.1"], ["--preset=golf", "--matrix-lr=0.1"]),
+    (["--seed", "3", "--compile", "--iterations=-5"], ["--seed=3", "--compile", "--iterations=-5"]),
+    (["--run_id", "golf", "matrix_lr=1"], ["--run-id=golf", "--matrix-lr=1"]),
+    (["RUN_ID=a=b"], ["--run-id=a=b"]), (["speedrun", "PRESET=golf"], ["--preset=speedrun", "--preset=golf"]),
+    (["gpt2", "--num-iterations=3"], ["--preset=gpt2", "--num-iterations=3"])])
+def test_every_way_to_write_an_argument(words, flags):
+    preset, found, lines = names.trainer_flags({}, words)
+    presets = [flag.removeprefix("--preset=") for flag in flags if "--preset=" in flag]
+    assert found == flags and lines == [] and preset == ["tiny", *presets][-1]
+
+
+def test_constants_of_other_recipes():
+    """A flag is refused, a variable of the environment is warned of: with the presets that have it."""
+    seen = 0
+    for preset, other in itertools.permutations(train_gpt.RECIPES, 2):
+        for name in names.constants_of(other) - names.constants_of(preset) - {*names.UNUSED.get(preset, ())}:
+            owners = [owner for owner in train_gpt.RECIPES if name in names.constants_of(owner)]
+            sentence = f"{preset} has no such constant, only {', '.join(owners)}"
+            assert names.check_variables(preset, {name: "0"}) == [
+                f"warning: {name} in the environment: {sentence}"]
+            with pytest.raises(Refused, match=sentence):
+                names.trainer_flags({}, [preset, f"{name}=0"])
+            seen += 1
+    assert seen > 200
+
+
+@pytest.mark.parametrize("preset", ["golf", "golf_plus"])
+def test_what_the_public_script_of_golf_has_and_golf_does_not_need(preset, refused, empty):
+    line = f"EMBED_LR: accepted, as the public script has it; {preset} does not need it"
+    assert names.check_variables(preset, dict(EMBED_LR="0.6")) == [line]
+    assert names.trainer_flags({}, [preset, "EMBED_LR=0.6"]) == (preset, [f"--preset={preset}"], [line])
+    assert names.check_variables(preset, dict(TIE_EMBEDDINGS="1")) != []
+    for env, words in ((dict(TIE_EMBEDDINGS="0"), []), ({}, ["TIE_EMBEDDINGS=0"])):
+        assert f"TIE_EMBEDDINGS=0: in {preset} it is always 1" in refused(*words, PRESET=preset, **env)
+
+
+def test_the_unused_table_is_of_constants_that_are_lacking():
+    for preset, table in names.UNUSED.items():
+        assert not {*table} & names.constants_of(preset)
+    named = {name for constants in names.ELSEWHERE.values() for name in constants}
+    assert named <= {name for preset in train_gpt.RECIPES for name in names.constants_of(preset)}
+
+
+def test_lines_about_names_are_printed(empty, call):
+    """Above the plan, which goes on without them."""
+    code, out, _ = call("golf", "EMBED_LR=0.6", "--dry-run", LR="0.1", DEVICE="cpu")
+    assert code == 0 and out.startswith(
+        "EMBED_LR: accepted, as the public script has it; golf does not need it\n"
+        "warning: LR in the environment is no constant; "
+        "did you mean MATRIX_LR, TIED_EMBED_LR or SCALAR_LR?\n")
+
+
+def test_names_are_looked_at_before_anything_else(empty, refused):
+    """A slip does not cost a download: neither data nor speed have been looked at."""
+    assert "did you mean --dry-run?" in refused("golf", "--dryrun")
+    assert "did you mean --matrix-lr?" in refused("golf", "--matrx-lr=1")
+    assert "made for GPUs" in refused("golf")
+
+
+# -------------------------------------------------------------------------------- data
+def edit_manifest(**changes):
+    """Lay changes over manifest.json; a function gets the old value."""
+    manifest = json.loads(MANIFEST.read_text())
+    for key, value in changes.items():
+        manifest[key] = value(manifest[key]) if callable(value) else value
+    MANIFEST.write_text(json.dumps(manifest))
+
+
+def set_tokenizer(**changes):
+    edit_manifest(tokenizer=lambda about: about | changes)
+
+
+def set_file(place, **changes):
+    edit_manifest(files=lambda files: [f | changes if i == place else f for i, f in enumerate(files)])
+
+
+def keep_files(part):
+    """These files of the manifest alone."""
+    edit_manifest(files=lambda files: files[part])
+    kept = [file["path"] for file in json.loads(MANIFEST.read_text())["files"]]
+    for path in DATA.glob("*.bin"):
+        if path.name not in kept:
+            path.unlink()
+
+
+def patch(path, place, content):
+    raw = bytearray(path.read_bytes())
+    raw[place:place + len(content)] = content
+    path.write_bytes(raw)
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def state_again(path):
+    """The manifest's digest becomes that of the file."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    edit_manifest(files=lambda files: [
+        f | dict(sha256=digest) if f["path"] == path.name else f for f in files])
+
+
+def token_512(path, place=777):
+    """A token outside the vocabulary, between the places at which the trainer looks."""
+    patch(path, 1024 + 2 * place, b"\x00\x02")
+    state_again(path)
+
+
+def rewrite_tokens(path, tokens):
+    """Another shard at path, and a manifest that agrees."""
+    entry = write_shard(path, tokens)
+    edit_manifest(files=lambda files: [f | entry if f["path"] == entry["path"] else f for f in files])
+
+
+def zeros(path, first, count=20_000):
+    """So many zeros from this token on."""
+    patch(path, 1024 + 2 * first, bytes(2 * count))
+
+
+def other_tokenizer(model):
+    MODEL.write_bytes(model)
+    set_tokenizer(sha256=hashlib.sha256(model).hexdigest())
+
+
+@pytest.fixture(scope="module")
+def smaller():
+    """A tokenizer of 400 pieces."""
+    return helpers.train_tokenizer(helpers.library_documents(60_000), 400)
+
+
+# What is done to the data (s: the smaller tokenizer), what the sentence holds, constants
+BAD_DATA = {
+    "no folder": (lambda s: shutil.rmtree(DATA), ["data/datasets/toy", "./run.sh data --text"]),
+    "no embedded corpus": (None, ["get it with `./run.sh data`"], dict(DATA_PATH="data/datasets/embedded")),
+    "no sp1024": (None, ["./run.sh data sp1024 -n 80"], dict(DATA_PATH="data/datasets/fineweb10B_sp1024")),
+    "empty folder": (lambda s: (shutil.rmtree(DATA), DATA.mkdir()), ["toy", "train"]),
+    "a shard is missing": (lambda s: LATER.unlink(), [LATER.name, "is missing", "./run.sh data"]),
+    "wrong magic": (lambda s: patch(VAL, 0, b"GGUF"), [VAL.name]),
+    "truncated train shard": (lambda s: cut(TRAIN, 30_001), [TRAIN.name, "14488.5 tokens", "says 44001"]),
+    "truncated val shard": (lambda s: cut(VAL, 5_000), [VAL.name, "1988.0 tokens", "says 10745"]),
+    "shard with a tail": (lambda s: TRAIN.write_bytes(TRAIN.read_bytes() + b"\0\0"), [TRAIN.name, "44002.0"]),
+    "header says more": (lambda s: patch(TRAIN, 8, (999_999).to_bytes(4, "little")), [TRAIN.name]),
+    "shard is a folder": (lambda s: (TRAIN.unlink(), TRAIN.mkdir()), [TRAIN.name]),
+    "token id in val": (lambda s: token_512(VAL), ["val holds token 512", "vocab_size is 512"]),
+    "token id in train": (lambda s: token_512(TRAIN, 5000), [TRAIN.name, "token 512", "vocab_size is 512"]),
+    "val tokens changed": (lambda s: patch(VAL, 1024 + 2 * 500, b"\x03\x00" * 40), [VAL.name, "sha256"]),
+    "train tokens changed": (lambda s: patch(LATER, 1024 + 2 * 500, b"\x03\x00" * 40), [
+        LATER.name, "sha256"]),
+    "three quarters of a shard are zeros": (lambda s: zeros(TRAIN, 11_000, 33_001), [
+        TRAIN.name, "./run.sh data"]),
+    "some zeros": (lambda s: zeros(TRAIN, 20_000, 100), [TRAIN.name, "sha256"]),
+    "zeros, no manifest": (lambda s: (zeros(TRAIN, 16_384), MANIFEST.unlink()), [TRAIN.name, "token"],
+                           dict(VOCAB_SIZE="512")),
+    "tokenizer of another size": (other_tokenizer, ["toy", "400"]),
+    "TOKENIZER_PATH of another size": (lambda s: Path("other.model").write_bytes(s), ["512", "400"],
+                                       dict(TOKENIZER_PATH="other.model")),
+    "TOKENIZER_PATH of another digest": (
+        lambda s: (Path("other.model").write_bytes(s), set_tokenizer(vocab_size=400, path="other.model")),
+        ["toy"], dict(TOKENIZER_PATH="other.model", VOCAB_SIZE="512")),
+    "smaller tokenizer, no manifest": (lambda s: (MANIFEST.unlink(), MODEL.write_bytes(s)), ["val", "400"],
+                                       dict(TOKENIZER_PATH=str(MODEL))),
+    "tokenizer sha256": (lambda s: set_tokenizer(sha256="0" * 64), ["toy.model", "sha256"]),
+    "tokenizer cut, no manifest": (lambda s: (MANIFEST.unlink(), cut(MODEL, 3000)), ["toy"],
+                                   dict(TOKENIZER_PATH=str(MODEL))),
+    "TOKENIZER_PATH missing": (None, ["nowhere.model"], dict(TOKENIZER_PATH="nowhere.model")),
+    "no tokenizer, no VOCAB_SIZE": (lambda s: MANIFEST.unlink(), ["names no tokenizer: set VOCAB_SIZE"]),
+    "VOCAB_SIZE of another tokenizer": (None, ["vocab_size=300", "512"], dict(VOCAB_SIZE="300")),
+    "val is a train shard, too": (lambda s: edit_manifest(
+        files=lambda files: [*files, files[0] | {"split": "train"}]), [VAL.name, "train and a val shard"]),
+    "val copied to a train shard": (lambda s: (shutil.copy(VAL, LATER), edit_manifest(files=lambda files: [
+        files[0] | {"path": LATER.name, "split": "train"} if file["path"] == LATER.name else file
+        for file in files])), [LATER.name, "documents sampled", "are in val"]),
+    "val in a train shard": (lambda s: rewrite_tokens(LATER, np.concatenate([
+        np.fromfile(TRAIN, "<u2", offset=1024)[:30_000], np.fromfile(VAL, "<u2", offset=1024)])),
+        [LATER.name, "documents sampled", "are in val"]),
+    "a shard that the manifest does not know": (lambda s: shutil.copy(LATER, DATA / "toy_train_000007.bin"), [
+        "toy_train_000007.bin is no train shard by its name or by manifest.json: move it out of toy"]),
+    "no val split": (lambda s: keep_files(slice(1, None)), ["toy", "val"]),
+    "no train split": (lambda s: keep_files(slice(1)), ["toy", "train"]),
+    "val_tokens beyond the split": (None, ["val", "toy", "99999"], dict(VAL_TOKENS="99999")),
+    "train shorter than a sequence": (lambda s: (rewrite_tokens(TRAIN, np.arange(64)), keep_files(slice(2))),
+                                      ["train", "64"]),
+    "one shard of three": (lambda s: keep_files(slice(2)),
+                           ["307200 train tokens are needed", "max_epochs=1 of 44001"],
+                           dict(MAX_EPOCHS="1", ITERATIONS="300")),
+    "more tokens than the epochs have": (None, ["819200 train tokens are needed", "max_epochs=2 of 120000"],
+                                         dict(MAX_EPOCHS="2", BATCH_SCHEDULE="1,3", ITERATIONS="400")),
+    "manifest cut": (lambda s: cut(MANIFEST, 300), ["manifest.json", "./run.sh data"]),
+    "a manifest that is a list": (lambda s: MANIFEST.write_text("[1, 2]"), ["manifest.json"]),
+    "a file without split": (lambda s: edit_manifest(files=[{"path": "x"}]), ["x is missing"]),
+    "a tokenizer of text": (lambda s: edit_manifest(tokenizer="toy.model"), ["manifest.json"]),
+    "other token counts": (lambda s: set_file(1, tokens=44_000), [TRAIN.name, "44000"]),
+    "a file outside": (lambda s: set_file(1, path="../../../outside.bin"), ["outside.bin is missing"]),
+    "val_bytes too small": (lambda s: edit_manifest(val_bytes=lambda n: n - 1), ["val", "toy", "bytes"]),
+    "val_bytes zero": (lambda s: edit_manifest(val_bytes=0), ["toy", "val_bytes=0"]),
+    "val_bytes in words": (lambda s: edit_manifest(val_bytes="many"), ["toy", "val_bytes='many'"]),
+    "hashes are missing": (lambda s: edit_manifest(document_hashes=dict(path="gone.bin", val=3)), [
+        "gone.bin"])}
+
+
+def test_the_toy_dataset_is_fine(workplace, call):
+    """What the cases below damage is whole to begin with; preflight leaves nothing behind."""
+    code, out, err = call(**SMALL)
+    assert code == 0 and err == "" and "data: toy train tokens:120000 in 3 shards, val tokens:10745\n" in out
+    assert "warning" not in out and str(workplace) not in out
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_bad_data(case, workplace, smaller, refused):
+    damage, words, *env = BAD_DATA[case]
+    if damage:
+        damage(smaller)
+    sentence = refused(**SMALL | (env[0] if env else {}))
+    assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize("path", ["", "/", "data/datasets", "x" * 300, "a\nb"])
+def test_folders_that_hold_no_data(path, workplace, refused):
+    assert "no train and val shards at " in refused(**SMALL | dict(DATA_PATH=path))
+
+
+def test_a_large_dataset_is_sampled_and_that_is_said(workplace, call, refused, monkeypatch):
+    """64 places of each shard: its digest is not compared, a hole is still found, and so are tokens beyond
+    the vocabulary."""
+    monkeypatch.setattr(dataset, "WHOLE_BYTES", 200_000)
+    monkeypatch.setattr(dataset, "PLACE_TOKENS", 256)
+    code, out, _ = call(**SMALL)
+    assert code == 0 and "data: 64 places of each train shard were looked at, not its sha256: " in out
+    patch(TRAIN, 1024 + 2 * 9000, b"\x03\x00" * 40)
+    assert call(**SMALL)[0] == 0
+    zeros(TRAIN, 20_000, 2000)
+    assert f"{TRAIN.name} holds nothing but zeros from token " in refused(**SMALL)
+    data = SimpleNamespace(train=[train_gpt.Shard(TRAIN, 44_001)], vocab_size=512)
+    patch(TRAIN, 1024 + 2 * 20_000, b"\x00\x02" * 2000)
+    with pytest.raises(Refused, match=f"{TRAIN.name} holds token 512, but vocab_size is 512"):
+        monkeypatch.setattr(dataset, "WHOLE_BYTES", 80_000)
+        dataset.check_contents({}, data, print, "")
+
+
+@pytest.mark.parametrize("first", [16_384, 17_000])
+def test_a_hole_in_a_shard_without_a_digest(first, workplace, refused, monkeypatch):
+    """Wherever it is, if PLACE_TOKENS fit into it twice."""
+    monkeypatch.setattr(dataset, "PLACE_TOKENS", 4096)
+    edit_manifest(files=lambda files: [{k: v for k, v in f.items() if k != "sha256"} for f in files])
+    zeros(TRAIN, first, 8192)
+    start = -(-first // 4096) * 4096
+    said = refused(**SMALL)
+    assert f"{TRAIN.name} holds nothing but zeros from token {start} to {start + 4096}, at least: get" in said
+
+
+def test_every_token_of_every_shard_is_looked_at(workplace, monkeypatch):
+    """Whatever fits into a few seconds, and whether the manifest has digests or not."""
+    seen = {}
+    check = dataset.check_tokens
+
+    def spy(shard, place, tokens, *more):
+        seen[shard.path.name] = seen.get(shard.path.name, 0) + len(tokens)
+        check(shard, place, tokens, *more)
+
+    monkeypatch.setattr(dataset, "check_tokens", spy)
+    dataset.check_dataset(load_config(SMALL), lambda *_: None)
+    assert seen == {TRAIN.name: 44_001, LATER.name: 36_001, "toy_train_000002.bin": 39_998}
+
+
+@pytest.mark.parametrize("both", [0, 1, 3])
+def test_documents_in_train_and_val_are_refused(both, workplace, call):
+    """By the hashes beside the manifest, where there are any."""
+    hashes = np.concatenate([np.arange(4), np.arange(4 - both, 40)])
+    hashes.astype("<u8").tofile(DATA / "document_hashes.bin")
+    edit_manifest(document_hashes=dict(path="document_hashes.bin", val=4, train=36 + both))
+    code, _, err = call(**SMALL)
+    assert code == (2 if both else 0)
+    assert not both or f"{both} documents of toy are in train and in val: prepare it again" in err
+
+
+@pytest.mark.parametrize("shared, documents, refused", [(8, 8, False), (9, 180, True), (9, 181, False)])
+def test_val_documents_in_train_are_found_without_hashes(shared, documents, refused, empty):
+    """At least nine, and at least a twentieth of those looked at."""
+    bos = 60_000
+
+    def texts(numbers):
+        rows = [[bos, *[2 + number % 90, 2 + number // 90] * 32][:dataset.BEGINNING] for number in numbers]
+        return np.array(rows, np.uint16).reshape(-1)
+
+    write_shard("x_train_000000.bin", texts(range(documents)))
+    shard = train_gpt.Shard(Path("x_train_000000.bin"), documents * dataset.BEGINNING)
+    val = texts([*range(shared), *range(1000, 1100)])
+    data = SimpleNamespace(train=[shard], val=val, bos=bos, about=dict(name="x"))
+    if not refused:
+        return dataset.refuse_val_in_train(data)
+    with pytest.raises(Refused, match=f"{shared} of {documents} documents sampled from train shard x_train"):
+        dataset.refuse_val_in_train(data)
+
+
+def test_val_in_the_middle_of_a_large_shard_is_found(workplace, monkeypatch):
+    """Samples are taken from all of it."""
+    monkeypatch.setattr(dataset, "PLACE_TOKENS", 2048)
+    rng = np.random.default_rng(0)
+    documents = [np.array([1, *rng.integers(2, 500, 99)]) for _ in range(640)]
+    val = np.concatenate(documents[300:340])
+    train = np.concatenate(documents)
+    write_shard("x_train_000000.bin", train)
+    shard = train_gpt.Shard(Path("x_train_000000.bin"), len(train))
+    data = SimpleNamespace(train=[shard], val=val.astype("<u2"), bos=1, about=dict(name="x"))
+    with pytest.raises(Refused, match="documents sampled from train shard x_train_000000.bin of x are in"):
+        dataset.refuse_val_in_train(data)
+
+
+LOSSY = dict(byte_fallback=False, normalization_rule_name="nmt_nfkc", add_dummy_prefix=True,
+             remove_extra_whitespaces=True, allow_whitespace_only_pieces=False, vocab_size=300)
+
+
+def test_bytes_of_a_text_with_unknown_pieces(empty, refused, call):
+    """They are the manifest's, or nobody knows them."""
+    texts = list(helpers.library_documents(60_000))
+    model = helpers.train_tokenizer([text for text in texts if text.isascii()], **LOSSY)
+    import sentencepiece
+    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    val = tokens_of(sp, ["naïve café 日本語 " * 200])
+    assert sp.unk_id() in val
+    write_dataset(".", "toy", model, [tokens_of(sp, texts)], val, 5_800, lossless=False)
+    env = SMALL | dict(VAL_TOKENS="0")
+    code, out, _ = call(**env)
+    assert code == 0 and "data: val_bytes:5800\n" in out
+    edit_manifest(val_bytes=None)
+    said = refused(**env)
+    assert "val of toy has " in said and "manifest.json must state val_bytes" in said
+
+
+def test_a_text_that_is_not_the_games(workplace, call):
+    """Said, not refused."""
+    for wanted, lines in (("", 0), ("toy", 0), ("abc", 1)):
+        _, out, _ = call(**SMALL | dict(DATA_FINGERPRINT=wanted))
+        said = re.findall("^data: not the text that tiny is scored on .fingerprint abc.$", out, re.M)
+        assert len(said) == lines
+
+
+def test_shards_of_a_known_dataset_without_a_manifest(workplace, call):
+    """They are used, as published ones are, but a download may have been cut short; others are
+    their owner's."""
+    advice = "get it with `./run.sh data sp1024 -n 80` to be sure"
+    for name, command in (("fineweb10B_sp1024", advice), ("mine", "")):
+        folder = Path("data/datasets", name)
+        shutil.copytree(DATA, folder)
+        (folder / "manifest.json").unlink()
+        code, out, _ = call(**SMALL | dict(DATA_PATH=str(folder), VOCAB_SIZE="512"))
+        said = [line for line in out.splitlines() if line.startswith("data: no manifest.json, so ")]
+        assert code == 0 and len(said) == bool(command) and all(command in line for line in said)
+
+
+@pytest.mark.parametrize("cap, code", [("0", 2), ("60", 0)])
+def test_a_schedule_that_runs_out_of_text(cap, code, workplace, call):
+    """Refused where steps end the run; with a cap on time a line says what comes first."""
+    env = SMALL | dict(MAX_EPOCHS="1", ITERATIONS="300", BATCH_SCHEDULE="1", MAX_WALLCLOCK_SECONDS=cap)
+    found, out, err = call(**env)
+    assert found == code and "307200" in out + err and "120000" in out + err
+    assert ("warning: max_epochs=1 of this text are 120000 tokens, all steps take 307200: the run ends there "
+            "unless the cap ends it first\n" in out) == (code == 0)
+    assert call(**env | dict(ITERATIONS="100"))[1].count("max_epochs") == 0
+
+
+# -------------------------------------------------------------------------------- data that are missing
+@pytest.mark.parametrize("preset, commands", [
+    ("tiny", [[]]), ("golf", [["sp1024", "-n", "80"]]), ("golf_plus", [["sp8192", "-n", "128"]]),
+    ("speedrun", [["gpt2"]]), ("speedrun_plus", [["gpt2"], ["gpt2-vocab"]]),
+    ("gpt2", [["fineweb-edu"], ["core"]]), ("gpt2_plus", [["climbmix"], ["core"]])])
+def test_the_launcher_learns_what_to_get(preset, commands, empty, gpus, capsys):
+    """Before anything is planned, and nothing that lies elsewhere."""
+    gpus(80 << 30)
+    report = preflight.preflight(dict(PRESET=preset), [], may_fetch=True)
+    assert report.missing == commands and report.preset == preset and capsys.readouterr().out == ""
+    elsewhere = dict(PRESET=preset, DATA_PATH=load_config(dict(PRESET=preset)).data_path)
+    assert dataset.missing_data(load_config(dict(PRESET=preset))) == commands
+    if commands[1:]:
+        assert preflight.preflight(elsewhere, [], may_fetch=True).missing == commands[1:]
+    else:
+        with pytest.raises(Refused, match="no train and val shards"):
+            preflight.preflight(elsewhere, [], may_fetch=True)
+
+
+def test_a_download_that_was_cut_short_is_to_be_completed(workplace):
+    """Its shards are there, its manifest is not. With one, and without CORE, nothing is missing."""
+    shutil.move(DATA, "data/datasets/fineweb_edu")
+    cfg = load_config(dict(PRESET="gpt2", CORE="0"))
+    assert dataset.missing_data(cfg) == []
+    Path("data/datasets/fineweb_edu/manifest.json").unlink()
+    assert dataset.missing_data(cfg) == [["fineweb-edu"]]
+    Path("data/core_bundle").mkdir()
+    Path("data/core_bundle/core.yaml").touch()
+    assert dataset.missing_data(load_config(dict(PRESET="gpt2"))) == [["fineweb-edu"]]
+
+
+def test_nothing_is_missing_where_all_is_there(workplace, capsys):
+    report = preflight.preflight(SMALL, [], may_fetch=True)
+    assert report == preflight.Report("tiny", []) and "stage table" in capsys.readouterr().out
+
+
+def test_tasks_of_core_are_looked_at(workplace, refused, call):
+    """A plan goes on without them."""
+    small = {name: text for name, text in SMALL.items() if name.lower() in vars(preset_config("gpt2"))}
+    env = small | dict(PRESET="gpt2", DEPTH="0", TARGET_PARAM_DATA_RATIO="0", NUM_KV_HEADS="0",
+                       VOCAB_SIZE="512", CORE_BUNDLE="nowhere", PACKING="rows")
+    assert "no CORE tasks at 'nowhere': get them with `./run.sh data core`" in refused(**env)
+    Path("nowhere").mkdir()
+    assert "CORE bundle: core.yaml or eval_meta_data.csv is damaged or missing" in refused(**env)
+    code, out, _ = call("--dry-run", **env)
+    assert code == 0 and "warning: CORE bundle: " in out and "stage table" in out
+    assert call(**env | dict(CORE="0"))[0] == 0
+
+
+# -------------------------------------------------------------------------------- runs and models
+def model_file(path, trained_on=None, **changes):
+    """A model of SMALL's shape at path."""
+    cfg = train_gpt.replace(load_config(SMALL), vocab_size=512, bos_id=1, **changes)
+    shape = {name: value for name, value in vars(cfg).items()
+             if type(cfg).__dataclass_fields__[name].metadata["model"]}
+    torch.save(dict(shape=shape, tensors={}, data=trained_on), path)
+    return path
+
+
+def identity(folder=DATA):
+    return train_gpt.open_data(load_config(SMALL | dict(DATA_PATH=str(folder))), lambda *_: None).about
+
+
+def checkpoint(folder, **changes):
+    """A checkpoint of a run of SMALL on the toy dataset."""
+    Path(folder).mkdir(parents=True)
+    saved = vars(load_config(SMALL | changes))
+    payload = dict(config=saved, code_sha256="", shape={}, tensors={}, data=identity())
+    torch.save(payload, Path(folder, "checkpoint.pt"))
+
+
+def report_of(env, *words):
+    lines = []
+    report = preflight.preflight(env, words, lambda *more: lines.extend(more))
+    return report, "\n".join(lines)
+
+
+@pytest.fixture
+def other_512():
+    """A tokenizer of 512 pieces that the toy dataset does not have. Its bytes of val are other ones."""
+    return helpers.train_tokenizer([text.upper() for text in helpers.library_documents(60_000)], 512)
+
+
+def test_a_run_is_resumed_as_it_began(workplace, refused):
+    """Its preset and its constants are in its checkpoint, whatever the default is."""
+    checkpoint("logs/first", ITERATIONS="7", MODEL_DIM="64", DEVICE_BATCH_SIZE="8")
+    report, said = report_of(dict(RESUME="first"))
+    assert report == preflight.Report("tiny", []) and "at most 7 steps" in said and "micro_batch:8x64" in said
+    assert "resume='second': there is no logs/second" in refused(RESUME="second")
+    Path("logs/second").mkdir()
+    assert "logs/second has no checkpoint; start a new run" in refused(RESUME="second")
+
+
+def test_a_run_that_has_finished_is_not_resumed(workplace):
+    checkpoint("logs/first")
+    Path("logs/first/result.json").touch()
+    report, said = report_of(dict(RESUME="first"))
+    assert report.finished and said == "first has finished: its scores are in logs/first/result.json"
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-200], lambda raw: b"", lambda raw: b"PK" + raw[3:]])
+def test_a_damaged_file_is_named(damage, workplace, refused):
+    checkpoint("logs/first")
+    path = model_file("model.pt")
+    for file in (Path(path), Path("logs/first/checkpoint.pt")):
+        file.write_bytes(damage(file.read_bytes()))
+    assert "checkpoint.pt is damaged or not from this trainer" in refused(RESUME="first")
+    assert "model.pt is damaged or not from this trainer" in refused(EVAL_FROM="model.pt")
+    assert "nowhere.ptz is damaged or not from" in refused(EVAL_FROM="nowhere.ptz")
+
+
+def test_a_checkpoint_of_another_script(workplace, refused):
+    checkpoint("logs/first")
+    path = Path("logs/first/checkpoint.pt")
+    payload = torch.load(path, weights_only=True)
+    payload["config"]["gone_since"] = 0.0
+    torch.save(payload, path)
+    said = refused(RESUME="first")
+    assert "train_gpt.py is not what first began with: put logs/first/train_gpt.py here" in said
+
+
+OTHER_DATA = {  # how the dataset is prepared again under its name, what the sentence names
+    "other text": (lambda s: edit_manifest(text_fingerprint="another"), ["fingerprint"]),
+    "another tokenizer of the same size": (other_tokenizer, ["sha256"]),
+    "fewer shards": (lambda s: keep_files(slice(0, 3)), ["train_tokens"]),
+    "other val": (lambda s: rewrite_tokens(VAL, np.roll(train_gpt.open_shard(VAL), 64)), ["sha256"])}
+
+
+@pytest.mark.parametrize("case", OTHER_DATA)
+def test_a_resumed_run_refuses_other_data(case, other_512, workplace, refused, call):
+    change, words = OTHER_DATA[case]
+    checkpoint("logs/first")
+    set_tokenizer(lossless=False)
+    change(other_512)
+    said = refused(RESUME="first")
+    assert "resume=first was trained on toy, whose " in said and "OTHER_DATA=1" in said
+    assert all(word in said for word in words)
+    assert call(RESUME="first", OTHER_DATA="1")[0] == 0
+
+
+def test_a_resumed_run_takes_the_same_data_by_any_name(workplace):
+    checkpoint("logs/first")
+    shutil.move(DATA, "data/datasets/moved")
+    _, said = report_of(dict(RESUME="first", DATA_PATH="data/datasets/moved"))
+    assert "trained on" not in said and "data: moved train tokens" in said
+
+
+def test_a_model_is_scored_on_its_own_dataset(workplace, other_512, refused, call):
+    """It is found by its name, and the trainer is told; with another tokenizer the model is refused."""
+    model_file("model.pt", identity())
+    embedded = Path("data/datasets/embedded")
+    shutil.copytree(DATA, embedded)
+    (embedded / "other.model").write_bytes(other_512)
+    manifest = json.loads((embedded / "manifest.json").read_text())
+    manifest["tokenizer"] |= dict(path="other.model", sha256=hashlib.sha256(other_512).hexdigest(),
+                                  lossless=False)
+    (embedded / "manifest.json").write_text(json.dumps(manifest))
+    env = dict(EVAL_FROM="model.pt", DATA_FINGERPRINT="")
+    report, said = report_of(env)
+    assert report.flags == ["--data-path=data/datasets/toy"] and "stage table" not in said
+    assert "data: data/datasets/toy, which the model was trained on" in said
+    report, said = report_of(env | dict(DATA_PATH=str(DATA)))
+    assert report.flags == [] and "which the model" not in said
+    said = refused(**env | dict(DATA_PATH=str(embedded)))
+    other = "eval_from=model.pt was trained on toy, whose sha256 is not that of embedded"
+    assert other in said and "OTHER_DATA=1" in said
+    assert call(**env | dict(DATA_PATH=str(embedded), OTHER_DATA="1"))[0] == 0
+    shutil.rmtree(DATA)
+    assert other in refused(**env)
+
+
+def test_models_that_do_not_say_what_they_were_trained_on(workplace, call, refused):
+    """As those written before this was kept; files that hold no model of ours."""
+    model_file("old.pt")
+    code, out, _ = call(EVAL_FROM="old.pt", DATA_PATH=str(DATA))
+    assert code == 0 and "eval_from=old.pt is older than the digests of data" in out
+    torch.save([1, 2], "list.pt")
+    assert "list.pt holds no model" in refused(EVAL_FROM="list.pt")
+    torch.save(dict(shape=dict(preset="tiny", gone=1)), "gone.pt")
+    assert "gone.pt: tiny here has no gone" in refused(EVAL_FROM="gone.pt")
+
+
+def test_a_run_folder_is_used_once(workplace, refused):
+    Path("logs/taken").mkdir(parents=True)
+    assert "run_id='taken': logs/taken exists" in refused(RUN_ID="taken", **SMALL)
+    assert "logs/xxx" in refused(RUN_ID="x" * 300, **SMALL)
+    shutil.rmtree("logs")
+    Path("logs").write_text("a file")
+    assert "logs/x cannot be written: logs is a file" in refused(RUN_ID="x", **SMALL)
+    Path("logs").unlink()
+    Path("logs").symlink_to("/nowhere/scratch")
+    assert "logs is a link to nowhere" in refused(**SMALL)
+
+
+def test_logs_without_permission(workplace, refused, monkeypatch):
+    """Root may write anywhere."""
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("logs"))
+    Path("logs").mkdir()
+    assert "logs/x cannot be written (Permission denied)" in refused(RUN_ID="x", **SMALL)
+
+
+@pytest.mark.parametrize("save_every, times", [("0", 5), ("100", 8)])
+def test_a_disk_that_the_run_would_fill(save_every, times, workplace, refused, call, monkeypatch):
+    """fp32 weights, artifact, and one or two checkpoints of three times the weights; a plan goes on."""
+    cfg = train_gpt.replace(load_config(SMALL), vocab_size=512)
+    needed = times * 4 * train_gpt.parameter_counts(cfg).total()
+    free = []
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[-1]))
+    env = SMALL | dict(SAVE_EVERY=save_every)
+    free.append(needed)
+    assert call(**env)[0] == 0
+    free.append(needed - 1)
+    assert "the disk of logs/ has " in refused(**env)
+    code, out, _ = call("--dry-run", **env)
+    assert code == 0 and "warning: the disk of logs/ has " in out
+
+
+# -------------------------------------------------------------------------------- memory and speed
+def fitting(cfg, world_size, sequences):
+    """A machine with room for so many sequences at a time."""
+    rank = CPU._replace(world_size=world_size, ranks_here=world_size)
+    return rank._replace(free=plan.step_memory(cfg, rank, sequences) + 1)
+
+
+@pytest.mark.parametrize("fits, world_size, asked, micro", [
+    (99, 1, 0, 12),     # the whole share of a rank
+    (99, 2, 0, 6),
+    (11, 1, 0, 6),      # the largest divisor that fits
+    (5, 1, 0, 4),
+    (5, 4, 0, 3),
+    (0, 1, 0, 1),       # one sequence at least, whatever the estimate
+    (99, 1, 5, 4),      # device_batch_size is obeyed, as far as it divides
+    (1, 1, 6, 6),       # ... whatever the estimate
+    (99, 3, 99, 4)])
+def test_micro_batch(fits, world_size, asked, micro):
+    cfg = train_gpt.replace(
+        load_config(SMALL), vocab_size=512, train_batch_tokens=12 * 64, device_batch_size=asked)
+    needs = [plan.step_memory(cfg, CPU, n) for n in range(13)]
+    assert 0 < needs[0] < needs[1]
+    assert needs[12] - needs[0] == pytest.approx(12 * (needs[1] - needs[0]), abs=12)
+    assert plan.micro_batch(cfg, fitting(cfg, world_size, fits)) == micro
+
+
+def test_loops_count_in_flops_and_memory():
+    """golf_plus: 11 layers in the first half of the run, 15 passes in the second one."""
+    looped = preset_config("golf_plus")
+    once = train_gpt.replace(looped, loop_layers=(0,))
+    head = 6 * looped.vocab_size * looped.model_dim
+    blocks = [plan.flops_per_token(cfg) - head for cfg in (looped, once)]
+    assert blocks[0] / blocks[1] == pytest.approx(13 / 11)
+    logits = 2 * CPU.dtype.itemsize * looped.vocab_size * looped.train_seq_len
+    kept = []  # by the layers of a row
+    for cfg in (looped, once):
+        row = plan.step_memory(cfg, CPU, 2) - plan.step_memory(cfg, CPU, 1)
+        kept.append(row - logits)
+    assert kept[0] / kept[1] == pytest.approx(15 / 11)
+
+
+@pytest.mark.parametrize("preset", train_gpt.RECIPES)
+def test_flops_are_those_of_the_trainer(preset):
+    """golf's, which the trainer does not count: 6 per weight of matrices and tied head, 12 C T per layer."""
+    cfg = preset_config(preset)
+    cfg = train_gpt.replace(cfg, vocab_size=cfg.vocab_size or 1024)
+    if preset == "golf":
+        wanted = 6 * (16_515_072 + 1024 * 512) + 12 * 9 * 512 * 4096
+    else:
+        wanted = train_gpt.flops_per_token(cfg)
+    assert plan.flops_per_token(cfg) == wanted
+
+
+@pytest.mark.parametrize("preset", ["golf", "speedrun", "gpt2", "golf_plus"])
+def test_a_game_for_gpus_on_a_laptop(empty, refused, call, preset):
+    """Refused with what it would take and a way to train something like it, unless the CPU is asked for; a
+    plan has a line about it."""
+    said = refused(preset)
+    assert said.startswith(f"preflight: {preset} is made for GPUs: a step takes ")
+    assert " days (estimate)" in said and "PRESET=tiny" in said and "DEVICE=cpu" in said
+    assert f"./run.sh {preset} --proxy" in said
+    assert "./run.sh data" in refused(preset, DEVICE="cpu")     # the next thing that is missing
+    code, out, _ = call(preset, "--dry-run")
+    assert code == 0 and f"warning: {preset} is made for GPUs" in out
+    assert "\nstage table: from_step tokens_per_step" in out
+
+
+def test_who_may_take_a_minute_a_step(workplace, call):
+    """A GPU may, and a score has no steps."""
+    gpt2 = preset_config("gpt2")
+    assert plan.slow_machine(gpt2, CPU) and not plan.slow_machine(gpt2, GPU)
+    model_file("model.pt", identity(), num_layers=400)
+    assert call(EVAL_FROM="model.pt", DATA_PATH=str(DATA))[0] == 0
+
+
+def test_games_that_fit_a_laptop_are_not_refused(empty, refused):
+    """tiny, and README's gpt2 for one: only their data are missing."""
+    laptop = dict(PRESET="gpt2", DEPTH="4", TRAIN_SEQ_LEN="256", TRAIN_BATCH_TOKENS="4096", PACKING="rows",
+                  VOCAB_SIZE="1024")
+    for env in ({}, laptop):
+        said = refused(**env)
+        assert "GPUs" not in said and "no train and val shards" in said
+
+
+# -------------------------------------------------------------------------------- the artifact
+def test_planned_bytes_of_normal_weights():
+    """Whatever their size, within 1 %, less what trained ones take less; tiny's also hold text that nobody
+    knows yet."""
+    cfg = train_gpt.replace(
+        preset_config("golf_plus"), num_layers=2, model_dim=128, num_heads=2, num_kv_heads=1, vocab_size=1024,
+        loop_layers=(0,), artifact_keep=4096, artifact_step=0.25, artifact_codec="zlib")
+    model = cfg.make_model(train_gpt.Kernels())
+    for name, value in train_gpt.init_parameters(model, 0).items():
+        p = model.get_parameter(name)
+        p.data.copy_(value)
+        if p.ndim > 1:
+            p.data.normal_(0, 0.3)
+    packed = len(cfg.compress(train_gpt.pack_artifact(model)))
+    assert plan.planned_bytes(cfg) == pytest.approx(plan.TRAINED_PART * packed, rel=0.01)
+    assert plan.planned_bytes(train_gpt.Tiny()) is None
+
+
+@pytest.mark.parametrize("preset, logged", [("golf", [15_820_684]), ("golf_plus", [15_967_802, 15_973_467])])
+def test_planned_bytes_of_public_logs(preset, logged):
+    """Within 0.1 % of the bytes of the records' models, the least and the most of five logs of golf_plus."""
+    planned = plan.planned_bytes(preset_config(preset))
+    assert planned == pytest.approx(sum(logged) / len(logged), rel=1e-3)
+
+
+def artifact(text):
+    """(bytes of the artifact, of the script, of room) in a plan."""
+    words = r"^artifact: (\d+) bytes and (\d+) of code, .* (\d+) bytes (of room|over it) "
+    found = re.search(words, text, re.M)
+    size, code, room = [int(number) for number in found.groups()[:3]]
+    return size, code, room if found[4] == "of room" else -room
+
+
+def test_the_plan_counts_the_script_that_the_run_will_use(empty, call):
+    """golf's own, not the whole file; for others the whole one, unless theirs is asked for."""
+    scripts = {}
+    for preset in ("golf", "tiny"):
+        command = [sys.executable, str(ROOT / "tools/run/script.py"), preset]
+        scripts[preset] = len(subprocess.run(command, capture_output=True, check=True).stdout)
+    whole = (ROOT / "train_gpt.py").stat().st_size
+    size, code, room = artifact(call("golf", "--dry-run")[1])
+    assert code == scripts["golf"] < whole / 2 and room == 16_000_000 - size - code > 0
+    plain = ["MEMORY=0", "ARTIFACT_BYTES_LIMIT=1000000", "--dry-run"]
+    size, code, room = artifact(call(*plain)[1])
+    assert code == whole and room == 1_000_000 - size - code < 0
+    assert artifact(call(*plain, "--script")[1])[1] == scripts["tiny"]
+    _, out, _ = call("ARTIFACT_BYTES_LIMIT=1000000", "--dry-run")
+    assert "artifact: it also holds the training text" in out
+
+
+# -------------------------------------------------------------------------------- the plan
+@pytest.mark.parametrize("preset, command, parameters, steps", [
+    ("tiny", "./run.sh data", None, 100_000), ("golf", "./run.sh data sp1024 -n 80", 17_059_912, 20_000),
+    ("golf_plus", "./run.sh data sp8192 -n 128", 35_943_512, 20_000),
+    ("speedrun", "./run.sh data gpt2", None, 2160), ("gpt2", "./run.sh data fineweb-edu", None, 12_700),
+    ("gpt2_plus", "./run.sh data climbmix", 1_384_122_122, 5568)])
+def test_a_dry_run_needs_no_data(preset, command, parameters, steps, empty, call):
+    code, text, _ = call(f"--preset={preset}", "--dry-run", "DEVICE=cpu")
+    cfg = preset_config(preset)
+    cfg = train_gpt.replace(cfg, vocab_size=cfg.vocab_size or 1024)
+    total = train_gpt.parameter_counts(cfg).total()
+    assert code == 0 and parameters in (None, total) and re.search(rf"\bparameters:{total}\b", text)
+    assert cfg.data_path in text and f"`{command}`" in text
+    assert re.search(rf"\b{steps} steps\b", text) and f"{train_gpt.planned_tokens(cfg)} tokens" in text
+
+
+@pytest.mark.parametrize("env, words, planned", [
+    ({}, ["--dry-run"], True), ({}, ["--dry-run=1"], True), (dict(DRY_RUN="1"), [], True),
+    (dict(DRY_RUN="true"), [], True), (dict(DRY_RUN="1"), ["--dry-run=0"], False),
+    (dict(DRY_RUN="0"), [], False)])
+def test_ways_to_ask_for_a_plan(env, words, planned, empty, call):
+    code, out, _ = call(*words, **env)
+    assert code == (0 if planned else 2) and ("stage table" in out) == planned
+
+
+@pytest.mark.parametrize("preset, steps", [
+    ("golf", [0]), ("golf_plus", [0, 10_000]), ("speedrun", [0, 700, 707, 1400, 1414, 2120]),
+    ("speedrun_plus", [0, 423, 847, 1270]), ("gpt2", [0])])
+def test_the_plan_has_a_row_for_each_change_and_no_other(preset, steps):
+    lines = [*plan.stage_lines(preset_config(preset))]
+    end = next(i for i, line in enumerate(lines) if line.startswith("warmdown:"))
+    rows = [line.split() for line in lines[1:end]]
+    assert [int(row[0]) for row in rows] == steps
+    assert all(before[1:] != after[1:] for before, after in itertools.pairwise(rows))
+
+
+def test_the_plan_of_speedrun():
+    lines = [*plan.stage_lines(preset_config("speedrun"))]
+    assert lines[0].split()[4:] == "row_tokens long_window short_window lr_factor".split()
+    assert lines[3].split() == "707 262144 32768 896 384 1.5100".split()
+    assert lines[-2] == "warmdown: in the last 55% of iterations lr_factor falls to 0.1"
+    assert lines[-1] == ("evaluation: 10485760 val tokens, rows of 262144, long_window:2560 short_window:768")
+
+
+def test_the_plan_of_speedrun_plus():
+    table = [line.split() for line in plan.stage_lines(preset_config("speedrun_plus"))]
+    assert table[0][-3:] == ["doc_len", "next_losses", "prefix_loss"]
+    assert table[1] == "0 131072 16384 384 128 1.0000 896 1,0.5,0.25:0 0.25".split()
+    assert table[2] == "423 262144 32768 896 384 1.5200 2048 1,0.5:0 0.25:0".split()
+    assert table[3] == "847 393216 49152 1408 640 1.7300 2048 1 0".split()
+    assert table[4] == "1270 393216 49152 1664 768 1.7300 2048 1 0".split()
+
+
+def test_a_proxy_shows_what_differs():
+    golf = preset_config("golf")
+    small = train_gpt.replace(golf, model_dim=64, num_layers=9, iterations=2100)
+    full, short = [[*plan.plan_lines(cfg, CPU, 1, lambda: 0)] for cfg in (golf, small)]
+    told = plan.what_differs(short, full)
+    assert any(line.startswith("parameters:") for line in told)
+    assert any(line.startswith("limits: at most 2100 steps") for line in told)
+    assert not any(line.startswith(("evaluation", "warmdown", "stage table")) for line in told)
+
+
+# -------------------------------------------------------------------------------- as a program
+def test_the_program(workplace):
+    """As those start it who start torchrun themselves: from the checkout, or with it on the path."""
+    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ} | dict(
+        PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1") | SMALL
+    command = [sys.executable, "-m", "tools.run.preflight"]
+    for words, code in (
+            ([], 0), (["--ranks=2"], 0), (["--ranks=3"], 2), (["--ranks=x"], 2), (["MATRIX_LR=x"], 2)):
+        done = subprocess.run([*command, *words], env=env, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        assert "world_size:2" in done.stdout or words != ["--ranks=2"]
+        assert (done.stdout.splitlines()[-1:] == ["next: train_gpt.py"]) == (code == 0)
+        assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == (code > 0)
+
+
+def test_what_to_start_by_hand(workplace, gpus, call):
+    """With the flags that the trainer would not find out by itself; a logger needs ./run.sh."""
+    model_file("a model.pt", identity())
+    Path("data/datasets/embedded").mkdir()
+    assert call("--eval-from=a model.pt")[1].endswith(
+        "\nnext: train_gpt.py '--eval-from=a model.pt' --data-path=data/datasets/toy\n")
+    gpus(80 << 30)
+    assert call("SEED=3", **SMALL)[1].endswith("\nnext: train_gpt.py --seed=3 --device-batch-size=16\n")
+    _, out, _ = call("--dry-run", **SMALL, LOGGER="wandb")
+    assert "next:" not in out and out.endswith("\nwarning: LOGGER works only through ./run.sh\n")
+
+
+def test_the_trainer_knows_nothing_of_it():
+    assert "preflight" not in (ROOT / "train_gpt.py").read_text(encoding="utf-8")

@@ -1,0 +1,1 @@
+"""What runs around the trainer, in folders by who uses it."""

@@ -1,0 +1,1 @@
+"""What concerns GPUs, with one and without."""

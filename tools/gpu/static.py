@@ -1,0 +1,1021 @@
+"""What a training step does on a GPU, found without one.
+
+    ./run.sh static [PRESET ...] [NAME=value ...] [--gpu h100 ...] [--ranks 8 ...] [--json FILE]
+    ./run.sh static speedrun --kernels 20               and the Triton kernels that move most bytes
+    ./run.sh static speedrun --against FILE             what a change did to the compiled step
+    ./run.sh static speedrun --trainer FOLDER           the train_gpt.py of another checkout
+    ./run.sh static --run [PRESET ...]                  toy runs whose results are computed: emulated_run.py
+    TORCH=2.11.0 ./run.sh static ...                    by another torch than that of requirements.txt
+
+torch (a CUDA build, in a virtual environment of its own), Inductor, Triton and ptxas run as they are.
+What lies below them is replaced: static.c stands for the driver, the CUDA runtime and cuBLAS. It says
+that it is an H100 (or --gpu), hands out address space within that GPU's memory, launches nothing, refuses
+what the GPU would refuse, and writes down every launch, product, copy and wait. Without --run all results are
+zeros or garbage, so nothing here says anything about numerics or speed; what is counted, refused or laid out
+can be believed. Replaced in Python: NCCL by torch.testing's fake process group (this is rank 0); dense
+attention by functions that allocate what the fused kernels would; the init, which is not drawn.
+
+Milliseconds "at the ceilings" are those of a GPU that reaches the ceilings in GPUS in every part, one after
+another: a way to see which part grew, no prediction. Beside the sum stands an estimate for 8 H100: the sum
+times what the game's record logged over what was counted of its own script (FACTORS). The time of the ranks'
+collectives stands beside both. "estimate by what an H100 took" is the counted work at the rates that one H100
+reached, kernel by kernel, and transposing kernels by name (kernel_costs.py). Exit code 1: some PROBLEM line
+was printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import ctypes
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
+    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
+from tools.gpu import kernel_costs  # noqa: E402
+from tools.gpu import seen_on_gpu  # noqa: E402
+
+if TYPE_CHECKING:  # imported by the process that measures, from the folder of --trainer
+    from torch import Tensor
+    from torch.library import Library
+
+    from train_gpt import Config, Stage, Team
+
+SITE = Path(sysconfig.get_paths()["purelib"])
+LIBRARIES = ("torch_cuda", "c10_cuda", "torch_python", "torch_cpu", "caffe2_nvrtc")
+Note = Callable[..., None]  # Recorder.note()
+
+
+class Gpu(NamedTuple):
+    """What the library says of itself, and ceilings: about what such a GPU reaches."""
+
+    name: str
+    capability: int
+    processors: int
+    shared: int  # bytes of shared memory that a block can have
+    memory: int  # MiB that torch sees
+    bf16: float  # FLOP/s of large products; fp32 where there is no bf16
+    fp8: float
+    attention: float  # FLOP/s of dense attention; of flex attention 0.8 of it
+    bandwidth: float  # bytes/s
+
+
+GPUS = {
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 90, 132, 232_448, 81_079, 790e12, 1580e12, 500e12, 3.0e12),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 80, 108, 166_912, 81_153, 250e12, 0, 180e12, 1.8e12),
+    "4090": Gpu("NVIDIA GeForce RTX 4090", 89, 128, 101_376, 24_076, 150e12, 300e12, 110e12, 0.9e12),
+    "l4": Gpu("NVIDIA L4", 89, 58, 101_376, 22_565, 60e12, 120e12, 45e12, 0.27e12),
+    "t4": Gpu("Tesla T4", 75, 40, 65_536, 14_913, 6e12, 0, 4e12, 0.28e12),
+}
+FP32 = 60e12  # FLOP/s of fp32 products on an H100
+NVLINK = 370e9  # bytes/s of a collective among 8 H100
+TYPES = {0: ("fp32", 4), 14: ("bf16", 2), 2: ("fp16", 2), 28: ("fp8", 1), 29: ("fp8", 1)}  # cudaDataType
+GIB = 2**30
+# A record's logged milliseconds over the sum that was counted of its own script, per stage, by torch 2.14.1
+# and before tensor lists were counted: nanochat's d26, modded-nanogpt's 2025-11-29, parameter-golf's Seq4096
+SPEEDRUN_FACTORS = (1.32, 1.23, 1.18)
+GPT2_FACTORS = (1.34,)
+GOLF_FACTORS = (2.4,)
+# Steps that the records made within the clock that ends these games
+RECORD_STEPS = {"golf": 8394, "golf_plus": 4988}
+FACTORS = {
+    "speedrun": SPEEDRUN_FACTORS,
+    "speedrun_plus": SPEEDRUN_FACTORS,
+    "gpt2": GPT2_FACTORS,
+    "gpt2_plus": GPT2_FACTORS,
+    "golf": GOLF_FACTORS,
+    "golf_plus": GOLF_FACTORS,
+}
+
+
+# ---------- the library
+def build(folder: Path | str, site: Path = SITE) -> Path:
+    """Compiles static.c into folder/libcuda.so.1; CUDA symbols of torch without a body there return 0."""
+    source = (HERE / "static.c").read_text()
+    want = {"cuInit", "cuCtxSetLimit", "cuCtxGetLimit"}
+    for name in LIBRARIES:
+        path = site / f"torch/lib/lib{name}.so"
+        if path.exists():
+            done = subprocess.run(
+                ["nm", "-D", "--undefined-only", path], capture_output=True, text=True, check=True
+            )
+            want |= {line.split()[-1].split("@")[0] for line in done.stdout.splitlines()}
+    ours = re.compile(
+        r"(__)?cuda[A-Z]|cublas|cu(Ctx|Device|Driver|Func|Get|Init|Launch|Link|Mem|Module|Occ|"
+        r"Pointer|Tensor|Stream|Event)"
+    )
+    have = set(re.findall(r"^API [\w* ]*?\**(\w+)\(", source, re.M))
+    stubs = sorted(name for name in want - have if ours.match(name))
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "stubs.h").write_text("".join(f"API int {name}(void) {{ return 0; }}\n" for name in stubs))
+    new = folder / f"new{os.getpid()}.so"
+    includes = [
+        f"-I{path}"
+        for path in (folder, *site.glob("nvidia/cu*/include"), site / "triton/backends/nvidia/include")
+        if path.exists()
+    ]
+    subprocess.run(
+        [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            "-w",
+            "-o",
+            new,
+            "-Wl,-soname,libcuda.so.1",
+            *includes,
+            HERE / "static.c",
+            "-ldl",
+            "-lpthread",
+        ],
+        check=True,
+    )
+    os.replace(new, folder / "libcuda.so.1")
+    return folder / "libcuda.so.1"
+
+
+def environment(library: Path, gpu: Gpu, ranks: int, cache: str | Path) -> dict[str, str]:
+    """What a process needs in its environment to see `ranks` such GPUs."""
+    here = str(library.parent)
+    return os.environ | dict(
+        LD_PRELOAD=str(library),
+        LD_LIBRARY_PATH=here,
+        TRITON_LIBCUDA_PATH=here,
+        STATIC_COUNT=str(ranks),
+        STATIC_NAME=gpu.name,
+        STATIC_CC=str(gpu.capability),
+        STATIC_SMS=str(gpu.processors),
+        STATIC_SHARED=str(gpu.shared),
+        STATIC_MIB=str(gpu.memory),
+        OMP_NUM_THREADS="1",
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        TRITON_CACHE_DIR=f"{cache}/triton",
+        TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor",
+    )
+
+
+# ---------- one preset, in a process with the library in place
+class Recorder:
+    """Starts and stops the library's record, and adds to it what only Python knows."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+        self.file = tempfile.NamedTemporaryFile(suffix=".tsv")
+        self.waits: list[str] = []
+        self.callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self.on_wait)
+        self.library.static_on_wait(self.callback)
+
+    def on_wait(self, what: bytes) -> None:
+        stack = [
+            f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
+            for frame in traceback.extract_stack()[:-1]
+        ]
+        own = [place for place in stack if place.startswith("train_gpt")][-1:] or stack[-1:]
+        self.waits.append(f"{what.decode()} at {own[0]}")
+
+    def note(self, *words: object) -> None:
+        self.library.static_note("\t".join(map(str, words)).encode())
+
+    def of(self, function: Callable[[], Any]) -> tuple[Any, list[list[str]], list[str]]:
+        """(what function returns, [[word]] of the lines that it wrote, [wait])"""
+        self.waits.clear()
+        self.library.static_record(self.file.name.encode())
+        try:
+            value = function()
+        finally:
+            self.library.static_record(None)
+        with open(self.file.name) as file:
+            lines = [line.rstrip("\n").split("\t") for line in file]
+        return value, without_stand_ins(lines), [*self.waits]
+
+
+def without_stand_ins(lines: list[list[str]]) -> list[list[str]]:
+    """lines without the copies by which the fake process group stands for NCCL's kernels."""
+    kept = []
+    inside = False
+    for line in lines:
+        if line[0] == "collective":
+            inside = True
+        if line[0] == "collected":
+            inside = False
+        elif not inside or line[0] != "copy":
+            kept.append(line)
+    return kept
+
+
+def replace_attention(torch: ModuleType, note: Note) -> Library:
+    """The fused kernels of dense attention write down their shapes and allocate their results."""
+    from torch import _meta_registrations as meta
+
+    library = torch.library.Library("aten", "IMPL")
+    for kind in ("flash", "efficient", "cudnn"):
+        for end in ("", "_backward"):
+            operator = f"_scaled_dot_product_{kind}_attention{end}"
+            allocate = meta.global_decomposition_table["meta"][getattr(torch.ops.aten, operator).default]
+
+            def call(*args: Any, allocate: Callable[..., Any] = allocate, kind: str = kind, end: str = end,
+                     **kwargs: Any) -> tuple[Any, ...]:  # fmt: skip
+                q, k = args[1:3] if end else args[:2]
+                causal = kwargs.get("is_causal") or any(x is True for x in args)
+                note("attention", kind, end[1:] or "forward", *q.shape, k.size(2), int(causal))
+                made = allocate(*args, **kwargs)
+                return tuple(
+                    torch.empty(x.shape, dtype=x.dtype, device=q.device)
+                    if isinstance(x, torch.Tensor) and x.device.type == "meta"
+                    else x
+                    for x in made
+                )
+
+            library.impl(operator, call, "CUDA")
+    library.impl("nonzero", lambda x: x.cpu().nonzero().to(x.device), "CUDA")  # its count steers the host
+    return library
+
+
+@contextmanager
+def count_bytes(torch: ModuleType, note: Note, width: int, order: bool = False) -> Iterator[None]:
+    """Meanwhile Triton kernels note the bytes of their tensors, each once; of a table in which they look up
+    or scatter rows, at most `width`: those rows. order: generated ones also note the bytes that they walk
+    against the order in memory; -1 if that is unknown."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    real = CachingAutotuner.run
+    strided: dict[tuple[Any, ...], int | None] = {}  # {(kernel, sizes of its tensors): bytes}
+
+    def run(self: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
+        """CachingAutotuner.run(), which notes what it launches."""
+        tensors = {(x.data_ptr(), x.numel()): x for x in args if isinstance(x, torch.Tensor)}.values()
+        name = self.fn.__name__
+        by_row = "embedding" in name and any(x.dtype == torch.int64 for x in tensors)  # it reads tokens
+        sizes = [min(x.nbytes, width) if by_row and x.dim() == 2 else x.nbytes for x in tensors]
+        note("bytes", name, sum(sizes))
+        if not order:
+            return real(self, *args, **kwargs)
+        result = real(self, *args, **kwargs)  # now it has its configurations
+        if re.match("triton_(poi|per|red)_", name):
+            key = (self, *(getattr(x, "nbytes", x) for x in args))
+            if key not in strided:
+                strided[key] = kernel_costs.strided_bytes_of(self, args)
+            note("strided", name, -1 if strided[key] is None else strided[key])
+        return result
+
+    CachingAutotuner.run = run
+    try:
+        yield
+    finally:
+        CachingAutotuner.run = real
+
+
+# Operators that launch nothing, and products, which are counted apart
+NO_LAUNCH = set(
+    """view view_as as_strided transpose t permute expand slice select unsqueeze squeeze detach alias
+    reshape _unsafe_view unflatten flatten split chunk unbind narrow empty empty_like empty_strided new_empty
+    item is_nonzero _local_scalar_dense record_stream resolve_conj to mm bmm addmm baddbmm
+    _scaled_mm""".split()
+)  # `to` launches what it calls, if its tensor is not already so
+FOREACH = ("_foreach_copy_", "_foreach_add_", "_foreach_zero_")  # on lists, whose dtypes torch does not note
+DTYPE_BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "bool": 1, "unsigned char": 1}  # others: 2
+
+
+@contextmanager
+def list_bytes(torch: ModuleType) -> Iterator[dict[str, collections.deque[int]]]:
+    """Yields {name in FOREACH: bytes of each call}: those of its tensor lists, the first of which counts
+    twice where it is both read and written."""
+    noted: dict[str, collections.deque[int]] = collections.defaultdict(collections.deque)
+    real = {name: getattr(torch, name) for name in FOREACH}
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted_call(first: Sequence[Tensor], *others: Any, **kwargs: Any) -> Any:
+            lists = [first, *(x for x in others if isinstance(x, (list, tuple)))]
+            sizes = [sum(t.nbytes for t in tensors) for tensors in lists]
+            noted[name].append(sum(sizes) + (sizes[0] if name == "_foreach_add_" else 0))
+            return call(first, *others, **kwargs)
+
+        return noted_call
+
+    for name, call in real.items():
+        setattr(torch, name, noting(name, call))
+    try:
+        yield noted
+    finally:
+        for name, call in real.items():
+            setattr(torch, name, call)
+
+
+def moved_bytes(name: str, sizes: list[int]) -> int:
+    """Bytes that an operator reads and writes. sizes: of its tensors, in order."""
+    if name in ("copy_", "fill_", "zero_"):
+        return sum(sizes)  # what the first tensor held isn't read
+    if name == "add" and len(sizes) == 4 and sizes[3]:
+        return sum(sizes)  # the last one is the result: out=
+    return sum(sizes) + max(sizes, default=0)
+
+
+def eager_bytes(torch: ModuleType, function: Callable[[], None]) -> int:
+    """Bytes that torch's own kernels read and write: of each operator its inputs, and the largest again as
+    its result; of tensor lists that are concatenated, as bf16. Without collectives."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found, list_bytes(torch) as noted:
+        function()
+    events = found.profiler.kineto_results.events()
+    events = [event for event in events if event.name().startswith(("aten::", "c10d::"))]
+    events.sort(key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns()))
+    total = 0
+    collective = {}  # {thread: end of its last collective}
+    for event, after in zip(events, [*events[1:], None]):
+        end = event.start_ns() + event.duration_ns()
+        thread = event.start_thread_id()
+        if event.name().startswith("c10d::"):
+            collective[thread] = max(end, collective.get(thread, 0))
+        if event.start_ns() < collective.get(thread, 0):
+            continue  # the copies by which the fake process group stands for NCCL
+        inner = after and after.start_thread_id() == event.start_thread_id() and after.start_ns() < end
+        name = event.name()[6:]
+        of_lists = noted[name].popleft() if noted.get(name) else 0
+        if inner or name.rstrip("_") in NO_LAUNCH:
+            continue  # it calls another one, which counts, or launches nothing
+        if of_lists:
+            total += of_lists
+            continue
+        sizes = []
+        shapes = getattr(event, "structured_input_shapes", event.shapes)  # torch 2.11 has the latter only
+        for shape, dtype in zip(shapes(), event.dtypes()):
+            many = shape if shape and isinstance(shape[0], list) else [shape]
+            sizes.append(sum(DTYPE_BYTES.get(dtype, 2) * math.prod(one) for one in many if one))
+        total += moved_bytes(name, sizes)
+    return total
+
+
+def window_pairs(trainer: ModuleType, cfg: Config, stage: Stage, document: int = 0) -> int:
+    """Pairs of query and key that flex attention computes of a row, in blocks of 128, in all layers that use
+    it. Documents, which make them fewer, are not known here; document: as if each had so many tokens."""
+    T = stage.row_tokens
+    unit = 128
+    pairs = 0
+    if not hasattr(cfg, "layers"):  # full attention, which torch computes
+        return 0
+    for layer in cfg.layers(stage):
+        if layer.window and (layer.window < T - 1 or cfg.document_limit()):
+            firsts = [max(0, (q * unit - layer.window) // unit) for q in range(T // unit)]
+            if document:
+                begins = [q * unit // document * document // unit for q in range(T // unit)]
+                firsts = [max(pair) for pair in zip(firsts, begins)]
+            pairs += unit * unit * sum(q - first + 1 for q, first in enumerate(firsts))
+    return pairs
+
+
+def older(trainer: ModuleType) -> bool:
+    """Is it a trainer of before December 2026, with a rehearsal and a memory plan of its own?"""
+    return hasattr(trainer, "rehearse")
+
+
+def memory_plan(trainer: ModuleType, cfg: Config, team: Team) -> tuple[int, int]:
+    """(rows per micro-step that memory should hold, the estimate of bytes that they take)"""
+    if older(trainer):
+        micro = trainer.micro_batch(cfg, team)
+        return micro, trainer.step_memory(cfg, team, micro)
+    from tools.run import machine, plan
+
+    free = trainer.torch.cuda.mem_get_info()[0]
+    here = machine.Machine(team.world_size, team.world_size, True, team.device, team.dtype, free, 1)
+    micro = plan.micro_batch(cfg, here)
+    return micro, plan.step_memory(cfg, here, micro)
+
+
+def windows_of(cfg: Config, stage: Stage, T: int) -> dict[str, int]:
+    """{name: tokens that a token sees} in rows of T; {}: all in every layer."""
+    return cfg.windows(stage, T) if hasattr(cfg, "windows") else {}
+
+
+class Subject:
+    """A trainer's model and optimizer on this GPU."""
+
+    def __init__(self, trainer: ModuleType, torch: ModuleType, words: Sequence[str], ranks: int) -> None:
+        self.trainer = trainer
+        self.torch = torch
+        self.recorder = Recorder()
+        self.kept = replace_attention(torch, self.recorder.note)
+        env = {}
+        if ranks > 1:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+            env = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        cfg = trainer.load_config({}, words)
+        cfg = trainer.replace(cfg, vocab_size=cfg.vocab_size or 1024, bos_id=cfg.bos_id or 1)
+        team = trainer.Team(cfg, env)
+        self.log: list[str] = []
+        micro, self.estimate = memory_plan(trainer, cfg, team)
+        self.run = run = SimpleNamespace(cfg=cfg, team=team, log=self.add_to_log, micro=micro)
+        if older(trainer):
+            self.run = run = trainer.Run(cfg, cfg, team, self.add_to_log, None, "", micro=micro)
+        run.kernels = trainer.choose_kernels(cfg, True, self.add_to_log)
+        for name in ("init_parameters", "first_values"):
+            if hasattr(trainer, name):
+                setattr(trainer, name, lambda *_: {})
+        trainer.Bank.load = lambda bank, _: setattr(bank, "fresh", True)
+        with torch.device("cuda"):
+            run.model = cfg.make_model(run.kernels)
+        make_optimizer = cfg.optimizer() if hasattr(cfg, "optimizer") else trainer.Optimizer  # an older one
+        run.optimizer = make_optimizer(run.model, cfg, team.rank, ranks, dtype=team.dtype)
+        for name in ("reduce_scatter", "all_gather"):
+            self.note_collective(name)
+        update = run.optimizer.step
+
+        def noted_update(*args: Any, **kwargs: Any) -> None:
+            self.recorder.note("phase", "optimizer")
+            update(*args, **kwargs)
+            self.recorder.note("phase", "model")
+
+        run.optimizer.step = noted_update
+
+    def add_to_log(self, *lines: str) -> None:
+        self.log += lines
+
+    def note_collective(self, name: str) -> None:
+        """From now on this collective notes its bytes."""
+        real = getattr(self.trainer, name)
+        note = self.recorder.note
+
+        def call(out: Tensor, inp: Tensor, **kwargs: Any) -> Any:
+            note("collective", name, max(out.nbytes, inp.nbytes))
+            job = real(out, inp, **kwargs)
+            note("collected")
+            return job
+
+        setattr(self.trainer, name, call)
+
+    def memory(self) -> dict[str, float]:
+        """GiB at most since the last call: allocated, reserved."""
+        cuda = self.torch.cuda
+        found = [round(n / GIB, 2) for n in (cuda.max_memory_allocated(), cuda.max_memory_reserved())]
+        cuda.empty_cache()
+        cuda.reset_peak_memory_stats()
+        return dict(zip(("peak_GiB", "reserved_GiB"), found))
+
+    def rehearse(self) -> dict[str, Any]:
+        """Warmup: what was compiled, and how long that took."""
+        import triton
+        from torch._dynamo.utils import counters
+
+        ptxas: dict[str, float] = {}  # kernel: longest seconds
+
+        def listen(src: Any, metadata: Any, times: Any, **_: Any) -> None:
+            seconds = dict(times.lowering_stages).get("cubin", 0) / 1e6
+            ptxas[src.name] = max(ptxas.get(src.name, 0.0), seconds)
+
+        triton.knobs.compilation.listener = listen
+        self.memory()
+        began = core_seconds()
+        warm_up = self.trainer.rehearse if older(self.trainer) else self.trainer.warm_up
+        _, lines, _ = self.recorder.of(lambda: warm_up(self.run))
+        loaded = {tuple(line[1:]) for line in lines if line[0] == "load"}
+        slowest = max(ptxas.items(), key=lambda item: item[1], default=("none", 0.0))
+        return dict(
+            seconds=round(core_seconds() - began, 1),
+            compiled=self.run.loss_fn is not self.run.model,
+            graphs=counters["stats"]["unique_graphs"],
+            graph_breaks=sum(counters["graph_break"].values()),
+            kernels=len(loaded),
+            spilling=sorted(
+                [int(stack), int(registers), name] for name, registers, stack in loaded if int(stack)
+            )[::-1],
+            slowest_ptxas=[slowest[0], round(slowest[1], 1)],
+            refused=refusals(lines),
+            log=[line for line in self.log if line],
+            **self.memory(),
+        )
+
+    def stage(self, stage: Stage) -> dict[str, Any]:
+        """Figures of a step of a stage: the mean over as many as Adam waits for."""
+        run = self.run
+        cfg = self.run.cfg
+        torch = self.torch
+        T = stage.row_tokens
+        tokens = stage.batch_tokens
+        rows = tokens // T // run.team.world_size
+        context = run.model.training_context(T, run.team.device, run.team.dtype, stage)
+        batch = [torch.zeros((rows, T), dtype=torch.int64, device=run.team.device) for _ in range(2)]
+        if hasattr(run.model, "candidates"):
+            batch += run.model.candidates(*batch)
+        micro = self.trainer.rows_at_once(rows, run.micro * cfg.train_seq_len // T)
+        every = max(bank.row.every for bank in run.optimizer.banks)
+        schedule = (1.0, 0.95, 1.0)  # as older checkouts take it: LR factor, momentum, decay factor
+        if hasattr(self.trainer, "UpdateState"):
+            schedule = (self.trainer.Schedule(1.0, 0.95),)
+
+        def steps() -> None:
+            for _ in range(every):
+                self.trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, 1, *schedule)
+
+        from torch._dynamo.utils import counters
+
+        before = counters["stats"]["unique_graphs"]
+        steps()
+        self.memory()
+        _, lines, waits = self.recorder.of(steps)
+        memory = self.memory()
+        eager = eager_bytes(torch, steps)
+        began = time.perf_counter()
+        steps()
+        host = 1e3 * (time.perf_counter() - began) / every
+        D = cfg.model_dim // cfg.num_heads
+        H = cfg.num_heads
+        flops = 3.5 * 4 * D * H * rows * every
+        flex = flops * window_pairs(self.trainer, cfg, stage)
+        in_documents = hasattr(cfg, "document_limit") and cfg.document_limit()
+        document = kernel_costs.DOCUMENT if in_documents else 0
+        seen = flops * window_pairs(self.trainer, cfg, stage, document)
+        found = figures(lines, flex, eager, every)
+        if run.team.device.type == "cuda" and os.environ.get("STATIC_NAME") == GPUS["h100"].name:
+            found |= kernel_costs.estimate(lines, seen, eager, every)
+        return dict(
+            T=T,
+            rows=rows,
+            micro_batch=micro,
+            window=windows_of(cfg, stage, T).get("long_window", 0),
+            **found,
+            waits=waits,
+            host_ms=round(host, 1),
+            recompiles=counters["stats"]["unique_graphs"] - before,
+            **memory,
+        )
+
+    def evaluation(self) -> dict[str, Any]:
+        """A batch of val rows, twice."""
+        run = self.run
+        cfg = self.run.cfg
+        T = cfg.eval_context or cfg.train_seq_len
+        rows = [([0] * (T + 1), 1)] * max(1, cfg.val_batch_size // T)
+        tokens = self.trainer.np.zeros(len(rows) * T + 1, "<u2")
+        places = [(n * T, n * T + 1, (n + 1) * T) for n in range(len(rows))]
+        began = time.perf_counter()
+
+        def score() -> Any:
+            if older(self.trainer):
+                nats = self.trainer.score_targets
+                return [*self.trainer.score_rows(run.model, cfg, rows, run.team, nats, None, True)]
+            return self.trainer.plain_nats(run.model, cfg, tokens, run.team, rows=places)
+
+        score()
+        seconds = time.perf_counter() - began
+        self.memory()
+        _, lines, _ = self.recorder.of(score)
+        found = figures(lines, 0, 0, 1)
+        return dict(
+            T=T, rows=len(rows), seconds=round(seconds, 1), launches=found["launches"], **self.memory()
+        )
+
+
+def stage_name(cfg: Config, stage: Stage) -> str:
+    """`x3 window 1664`, and loops where there are any."""
+    long = windows_of(cfg, stage, stage.row_tokens).get("long_window", 0)
+    name = f"x{stage.batch_tokens // cfg.train_batch_tokens} window {long}"
+    return name + (f" loops {stage.loops}" if getattr(stage, "loops", 0) else "")
+
+
+def steps_of_stages(cfg: Config, total: int) -> dict[str, int]:
+    """{name of a stage: its steps} of a run of so many."""
+    found: collections.Counter[str] = collections.Counter()
+    firsts = [round(total * stage.begins) for stage in cfg.stages()]
+    for stage, first, end in zip(cfg.stages(), firsts, [*firsts[1:], total]):
+        found[stage_name(cfg, stage)] += end - first
+    return dict(found)
+
+
+def core_seconds() -> float:
+    """CPU seconds of this process and of those that it has started, such as ptxas."""
+    return sum(os.times()[:4])
+
+
+def refusals(lines: list[list[str]]) -> dict[str, int]:
+    return dict(collections.Counter(line[1] for line in lines if line[0] == "refused"))
+
+
+def figures(lines: list[list[str]], flex_flop: float, eager: float, steps: int) -> dict[str, Any]:
+    """What the lines of so many steps say of one step. Of all of them: flex_flop, eager (bytes)."""
+    name = os.environ.get("STATIC_NAME", GPUS["h100"].name)
+    gpu = next(gpu for gpu in GPUS.values() if gpu.name == name)
+    kinds: collections.Counter[str] = collections.Counter()
+    flop: dict[str, float] = collections.defaultdict(float)
+    moved: dict[str, float] = collections.defaultdict(float)
+    ms: dict[str, float] = collections.defaultdict(float)
+    # name: [bytes, launches, registers, stack]
+    kernels: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0, 0])
+    for kind, *words in lines:
+        kinds[kind] += 1
+        if kind == "gemm":
+            m, n, k, batch, a, out = map(int, words[2:8])
+            name, size = TYPES[a]
+            work = 2 * m * n * k * batch
+            data = batch * (size * (m * k + k * n) + TYPES[out][1] * m * n)
+            rate = {"fp8": gpu.fp8, "fp32": min(FP32, gpu.bf16)}.get(name) or gpu.bf16
+            flop[name] += work
+            ms["products " + name] += 1e3 * max(work / rate, data / gpu.bandwidth)
+        elif kind == "attention":
+            B, H, T, D, K, causal = map(int, words[2:8])
+            work = 4 * B * H * T * K * D / (2 if causal else 1) * (1 if words[1] == "forward" else 2.5)
+            flop["dense attention"] += work
+            ms["attention"] += 1e3 * work / gpu.attention
+        elif kind == "bytes" and not ("flex" in words[0] and "_tem_" in words[0]):
+            moved["triton"] += int(words[1])
+            kernels[words[0]][0] += int(words[1])
+        elif kind == "memset":
+            moved["memset"] += int(words[0])
+        elif kind == "collective":
+            moved["collectives"] += int(words[1])
+        elif kind == "triton":
+            row = kernels[words[0]]
+            row[1:] = row[1] + 1, max(row[2], int(words[4])), max(row[3], int(words[5]))
+    flop["flex attention"] = flex_flop
+    moved["eager"] = eager
+    ms["attention"] += 1e3 * flex_flop / (0.8 * gpu.attention)
+    ms["elementwise"] = 1e3 * (moved["triton"] + moved["eager"] + moved["memset"]) / gpu.bandwidth
+    launched = ("triton", "torch", "gemm", "attention", "copy", "memset")
+    total = sum(ms.values()) / steps
+    return dict(
+        launches=round(sum(kinds[kind] for kind in launched) / steps),
+        kinds={kind: round(kinds[kind] / steps) for kind in launched if kinds[kind]},
+        TFLOP={name: round(work / steps / 1e12, 3) for name, work in flop.items() if work},
+        GB={name: round(size / steps / 1e9, 3) for name, size in moved.items() if size},
+        ms={name: round(value / steps, 2) for name, value in ms.items() if value},
+        sum_ms=round(total, 1),
+        collectives_ms=round(1e3 * moved["collectives"] / steps / NVLINK, 1),
+        registers=max((row[2] for row in kernels.values()), default=0),
+        spilled_bytes=max((row[3] for row in kernels.values()), default=0),
+        refused=refusals(lines),
+        largest=[
+            dict(
+                name=name,
+                GB=round(row[0] / steps / 1e9, 3),
+                launches=row[1] / steps,
+                registers=row[2],
+                stack=row[3],
+            )
+            for name, row in sorted(kernels.items(), key=lambda item: -item[1][0])
+        ],
+    )
+
+
+def load_trainer(path: Path) -> ModuleType:
+    """train_gpt.py of any folder, under its own name."""
+    spec = importlib.util.spec_from_file_location("train_gpt", path)
+    trainer = importlib.util.module_from_spec(spec)
+    sys.modules["train_gpt"] = trainer
+    spec.loader.exec_module(trainer)
+    return trainer
+
+
+def measure(words: Sequence[str], ranks: int, trainer_path: Path) -> dict[str, Any]:
+    """Everything about one preset, as a dict; in a process with the library in place."""
+    import torch
+    import torch._inductor.config as inductor
+
+    # The stand-in times nothing, so what a cache would keep as a kernel's best configuration is any of them
+    inductor.autotune_local_cache = False
+    trainer = load_trainer(trainer_path)
+    try:
+        subject = Subject(trainer, torch, words, ranks)
+    except trainer.Refused as error:
+        return dict(refused=str(error))
+    run = subject.run
+    cfg = subject.run.cfg
+    found = dict(
+        torch=torch.__version__,
+        dtype=str(run.team.dtype)[6:],
+        estimate_GiB=round(subject.estimate / GIB, 2),
+        parameters=sum(p.numel() for p in run.model.parameters()),
+    )
+    found["rehearsal"] = subject.rehearse()
+    found["micro_batch"] = run.micro
+    found["stages"] = {}
+    total = trainer.total_steps(cfg)
+    if cfg.max_wallclock_seconds:  # the clock ends it
+        total = RECORD_STEPS.get(cfg.preset, total)
+    found["steps"] = steps_of_stages(cfg, total)
+    with count_bytes(torch, subject.recorder.note, cfg.train_seq_len * run.micro * cfg.model_dim * 4, True):
+        for stage in cfg.stages():
+            name = stage_name(cfg, stage)
+            if name not in found["stages"]:
+                found["stages"][name] = subject.stage(stage)
+        try:
+            found["evaluation"] = subject.evaluation()
+        except torch.OutOfMemoryError as error:
+            found["evaluation"] = dict(error=str(error).splitlines()[0])
+    return found
+
+
+# ---------- the command
+LONGEST_PTXAS = 60  # seconds for one kernel
+TRANSPOSING_SHOWN = 5  # kernels of a stage, or --kernels if that is more
+# What the plan's estimate may be off from the peak: a part of it, and GiB
+MEMORY_ERROR = 0.15
+MEMORY_SLACK = 0.5
+
+
+def problems(found: dict[str, Any]) -> list[str]:
+    """Sentences on what would cost a run on a real GPU; none where all is well."""
+    if "error" in found or "refused" in found:
+        return [f"no run: {found.get('refused') or found['error']}"]
+    rehearsal = found["rehearsal"]
+    stages = found["stages"]
+    sentences = []
+    kernel, seconds = rehearsal["slowest_ptxas"]
+    for place in (rehearsal, *stages.values()):
+        sentences += [f"the GPU would refuse: {what}" for what in place["refused"]]
+    if rehearsal["graph_breaks"]:
+        sentences.append(f"{rehearsal['graph_breaks']} graph breaks")
+    if not rehearsal["compiled"]:
+        sentences.append("the step trains uncompiled")
+    sentences += [line for line in rehearsal["log"] if line.startswith("rehearsal: ")]
+    if seconds > LONGEST_PTXAS:
+        sentences.append(f"ptxas needs {seconds} s for {kernel}")
+    for name, stage in stages.items():
+        if stage["recompiles"]:
+            sentences.append(f"step {name} compiles on the clock")
+        if stage["waits"]:
+            sentences.append(f"{len(stage['waits'])} waits in step {name}: {', '.join({*stage['waits']})}")
+    peak = max(stage["peak_GiB"] for stage in stages.values())
+    plan = found["estimate_GiB"]
+    if abs(plan - peak) > max(MEMORY_ERROR * peak, MEMORY_SLACK):
+        sentences.append(f"a step takes {peak} GiB, the plan says {plan}")
+    if "error" in found.get("evaluation", {}):
+        sentences.append(f"evaluation: {found['evaluation']['error']}")
+    return sentences
+
+
+def expected(title: str, stage: str, ms: float) -> str:
+    """The time to expect of a step on 8 H100, by what the game's record took, in words; "" elsewhere."""
+    preset = title.split()[0]
+    if preset not in FACTORS or not title.endswith("on 8 x h100"):
+        return ""
+    factors = FACTORS[preset]
+    factor = factors[min(int(stage.split()[0][1:]), len(factors)) - 1]
+    return f", so about {ms * factor:.1f} (estimate: the record took {factor} times its own sum)"
+
+
+def alone(title: str, found: dict[str, Any]) -> str:
+    """The whole recipe on one GPU: hours, and the command."""
+    words, _, gpu = title.partition(" on 1 x ")
+    preset = words.split()[0]
+    hours = 0.0
+    for place, (stage, row) in enumerate(found["stages"].items()):
+        factors = FACTORS.get(preset, (1.0,))
+        factor = factors[min(place, len(factors) - 1)]
+        hours += found["steps"].get(stage, 0) * row["sum_ms"] * factor / 3.6e6
+    steps = sum(found["steps"].values())
+    command = f"./run.sh {words}"
+    if preset in RECORD_STEPS:
+        command += f" MAX_WALLCLOCK_SECONDS=0 ITERATIONS={steps}"
+    return f"all {steps:,} steps on one {gpu}: about {hours:.1f} hours (estimate), by: {command}"
+
+
+def report_estimate(row: dict[str, Any], kernels: int) -> None:
+    """Prints the estimate of a stage, and so many of its transposing kernels."""
+    if "estimate_ms" not in row:
+        return
+    print(
+        f"    estimate by what an H100 took, ms: {row['estimate_ms']}; sum {row['estimate_sum_ms']}, "
+        f"{row['estimate_optimizer_ms']} of it the optimizer's; without collectives and pauses"
+    )
+    for kernel in row["transposing"][:kernels]:
+        print(
+            f"    transposing: {kernel['GB']:.3f} GB, {kernel['strided_GB']:.3f} against the order, "
+            f"{kernel['launches']:g} launches, {kernel['ms']:.2f} ms (estimate): {kernel['name']}"
+        )
+    if row["unread"]:
+        print(f"    not read, so perhaps transposing: {', '.join(row['unread'])}")
+
+
+def report(title: str, found: dict[str, Any], kernels: int = 0) -> None:
+    """Prints what measure() found, and of each stage so many of the Triton kernels that move most."""
+    print(f"\n== {title}")
+    for sentence in problems(found):
+        print(f"  PROBLEM: {sentence}")
+    if "error" in found or "refused" in found:
+        return
+    rehearsal = found["rehearsal"]
+    print(
+        f"  torch {found['torch']}, {found['dtype']}, {found['parameters']:,} parameters, micro_batch "
+        f"{found['micro_batch']}, memory by the plan {found['estimate_GiB']} GiB"
+    )
+    print(
+        f"  compiled:{rehearsal['compiled']} in {rehearsal['seconds']} core-s; graphs {rehearsal['graphs']}, "
+        f"breaks {rehearsal['graph_breaks']}; {rehearsal['kernels']} Triton kernels, longest ptxas "
+        f"{rehearsal['slowest_ptxas'][1]} s; with stack {len(rehearsal['spilling'])}; rehearsal "
+        f"{rehearsal['peak_GiB']} GiB, reserved {rehearsal['reserved_GiB']}"
+    )
+    for line in rehearsal["log"]:
+        print(f"  log: {line}")
+    for name, row in found["stages"].items():
+        print(
+            f"  step {name}: {row['rows']} rows of {row['T']}, {row['micro_batch']} at a time; "
+            f"{row['launches']} launches {row['kinds']}; recompiles {row['recompiles']}; "
+            f"waits {len(row['waits'])}; host {row['host_ms']} ms; peak {row['peak_GiB']} GiB, "
+            f"reserved {row['reserved_GiB']}"
+        )
+        print(
+            f"    TFLOP {row['TFLOP']}; GB {row['GB']}; most registers {row['registers']}, most stack "
+            f"{row['spilled_bytes']} B"
+        )
+        print(
+            f"    at the ceilings, ms: {row['ms']}; sum {row['sum_ms']}"
+            f"{expected(title, name, row['sum_ms'])}; collectives {row['collectives_ms']}"
+        )
+        report_estimate(row, max(kernels, TRANSPOSING_SHOWN))
+        for kernel in row["largest"][:kernels]:
+            print(
+                f"    {kernel['GB']:8.3f} GB, {kernel['launches']:g} launches, "
+                f"{kernel['registers']} registers, stack {kernel['stack']} B: {kernel['name']}"
+            )
+    print(f"  evaluation: {found['evaluation']}")
+    if " on 1 x " in title:
+        print(f"  {alone(title, found)}")
+
+
+def flat(tree: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """{place: value} of nested dicts."""
+    if not isinstance(tree, dict):
+        return {".".join(path): tree}
+    return {place: value for key, child in tree.items() for place, value in flat(child, (*path, key)).items()}
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """Lines on what differs; numbers with their ratio."""
+    old = flat(before)
+    new = flat(after)
+    for place in sorted(old.keys() | new.keys()):
+        a = old.get(place)
+        b = new.get(place)
+        if a == b or place.endswith(("seconds", "host_ms", "largest")):
+            continue
+        both = all(isinstance(x, (int, float)) and x for x in (a, b))
+        yield f"  {place}: {a} -> {b}" + (f" (x{b / a:.3f})" if both else "")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """-> the flags, with `presets` and `settings`, which are flags of train_gpt.py."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", metavar="PRESET or NAME=value")
+    parser.add_argument("--gpu", nargs="+", default=["h100"], choices=GPUS)
+    parser.add_argument("--ranks", nargs="+", type=int, help="8; tiny, whose step is one row: 1")
+    parser.add_argument("--trainer", type=Path, default=ROOT, help="folder of train_gpt.py")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N that move most bytes")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--against", type=Path, help="file of --json: print what changed")
+    parser.add_argument("--cache", help="folder of compiled kernels; by default all are compiled anew")
+    parser.add_argument("--run", action="store_true", help="toy runs with results: all presets by default")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="of --run")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # file to write a preset's figures to, in a child
+    args = parser.parse_args(argv)
+    args.settings = [
+        f"--{name.lower().replace('_', '-')}={value}"
+        for name, _, value in (word.partition("=") for word in args.words if "=" in word)
+    ]
+    args.given = dict([word.split("=", 1) for word in args.words if "=" in word])
+    args.presets = [word for word in args.words if "=" not in word]
+    if not args.presets:
+        args.presets = EVERY_PRESET if args.run else ["golf", "speedrun", "gpt2"]
+    return args
+
+
+PARTS = ["steps", "main"]  # of --run
+EVERY_PRESET = ["tiny", "golf", "speedrun", "gpt2", "golf_plus", "gpt2_plus", "speedrun_plus"]
+
+
+def in_a_process(
+    args: argparse.Namespace, preset: str, gpu: str, ranks: int, library: Path, folder: str
+) -> dict[str, Any]:
+    """What measure() or, with --run, emulated_run.check() finds in a process of its own, or its error."""
+    out = Path(folder, "out.json")
+    cache = args.cache or tempfile.mkdtemp(dir=folder)
+    out.unlink(missing_ok=True)
+    words = [
+        preset,
+        *(word for word in args.words if "=" in word),
+        "--ranks",
+        str(ranks),
+        "--trainer",
+        str(args.trainer),
+        "--one",
+        str(out),
+        *(["--run", "--parts", *args.parts] if args.run else []),
+    ]
+    # Its temporary files go with the folder: os._exit() leaves them
+    env = environment(library, GPUS[gpu], ranks, cache) | dict(TMPDIR=str(folder))
+    if args.run:  # Inductor's own launcher drops the Python of a kernel, which the interpreter runs
+        env |= dict(STATIC_COMPUTES="1", TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="0")
+        env["PYTHONWARNINGS"] = "ignore::UserWarning"  # torch's, on each operator that is replaced
+    command = [sys.executable, __file__, *words]
+    if args.run:  # it says on stderr what it has found so far
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, text=True, env=env)
+    else:
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode or not out.exists():
+        lines = (done.stderr or "").strip().splitlines()[-12:]
+        return dict(error="\n".join([f"exit code {done.returncode}", *lines]))
+    return json.loads(out.read_text())
+
+
+def runs(args: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
+    """(preset, GPU, ranks) of each run that is asked for."""
+    for preset, gpu in itertools.product(args.presets, args.gpu):
+        for ranks in args.ranks or [1 if preset == "tiny" else 8]:
+            yield preset, gpu, ranks
+
+
+def one_preset(args: argparse.Namespace) -> None:
+    """In a child process: writes what is found of a preset. Does not return."""
+    preset = args.presets[0]
+    path = args.trainer / "train_gpt.py"
+    if args.run:
+        from tools.gpu import emulated_run
+
+        found = emulated_run.check(load_trainer(path.resolve()), preset, args.given, args.parts)
+    else:
+        found = measure([f"--preset={preset}", *args.settings], args.ranks[0], path)
+    Path(args.one).write_text(json.dumps(found))
+    os._exit(0)  # torch's own end would ask the driver for what is not there
+
+
+def report_run(title: str, found: dict[str, Any]) -> None:
+    """Prints what emulated_run.check() found."""
+    print(f"\n== {title}, a toy run with results")
+    if "error" in found:
+        print(f"  PROBLEM: {found['error']}")
+        return
+    for line in found["lines"]:
+        print(f"  {line}")
+    for fault in found["faults"]:
+        print(f"  PROBLEM: {fault}")
+    count = len(found["kernels"])
+    print(f"  torch {found['torch']}, {count} Triton kernels interpreted, {found['seconds']} s")
+    print(f"  no card has been seen to run: {', '.join(unseen(found['operators'])) or 'nothing'}")
+
+
+def unseen(operators: Sequence[tuple[str, Sequence[str], str]]) -> list[str]:
+    """Of [(name, dtypes, line)] those that seen_on_gpu.tsv lacks, as `mm(bfloat16) at hidden:1234`."""
+    found = []
+    for name, dtypes, line in operators:
+        if seen_on_gpu.launches(name) and not seen_on_gpu.seen(name, tuple(dtypes)):
+            found.append(f"{name}({', '.join(dict.fromkeys(dtypes))}) at {line}")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 1 if there is a problem."""
+    args = parse(argv)
+    if args.one:
+        one_preset(args)
+    results = {}
+    try:
+        before = json.loads(args.against.read_text()) if args.against else {}
+    except (OSError, ValueError) as error:
+        print(f"static: --against: {error}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(folder)
+        if args.run:
+            args.ranks = [1]
+        for preset, gpu, ranks in runs(args):
+            title = " ".join([preset, *args.settings, f"on {ranks} x {gpu}"])
+            results[title] = in_a_process(args, preset, gpu, ranks, library, folder)
+            if args.run:
+                report_run(title, results[title])
+            else:
+                report(title, results[title], args.kernels)
+            sys.stdout.flush()
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    if args.against:
+        print(f"\n== changes since {args.against.name}")
+        print(*changes(before, results), sep="\n")
+    failed = [found.get("faults") or found.get("error") if args.run else problems(found)
+              for found in results.values()]
+    return int(any(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

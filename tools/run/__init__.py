@@ -1,0 +1,1 @@
+"""What runs around a training run."""

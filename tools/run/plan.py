@@ -1,0 +1,279 @@
+"""What a run will take and do: memory, micro-batch, time, disk, the artifact's bytes, the table of stages.
+All of it is estimated before anything trains; docs/log.md says what the estimates were fitted to."""
+import math
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.run.machine import Machine
+from train_gpt import (
+    Config, Kernels, Layer, Stage, Staged, horizon_weights, kind_of, packed_tensors,
+    parameter_counts, planned_tokens, rows_at_once, stage_at, total_steps)
+
+CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (docs/log.md)
+H100_FLOPS = 989.4e12  # peak bf16 FLOP/s of an H100 or H200
+MOST_SCORING_PART = 0.5  # fraction of peak FLOP/s that no scoring run reaches
+SCORING_SECONDS = 600  # that golf allows
+GPU_PART = 0.5  # of the peak FLOP/s: nanochat's d24 in bf16 on 8 H100s
+# What a layer keeps per token for the backward pass, in multiples of model_dim: fitted to the peaks that
+# ./run.sh static counted (docs/log.md).
+KEPT_BY_ATTENTION = 13
+KEPT_BY_MLP = 2.2  # times its width / model_dim
+KEPT_IN_FP8 = 0.68  # factor on both where all products are in fp8
+ENTRY_BYTES = 64  # a tensor's name and place, compressed
+# Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log, 0.9963 to 0.9967 in
+# five of golf_plus
+TRAINED_PART = 0.9965
+STAGE_COLUMNS = ("doc_len", "loops", "next_losses", "prefix_loss")  # in the table if they differ
+
+
+# ---------------------------------------------------------------- what a recipe says about its cost
+def layers_of(cfg: Any, stage: Stage | None = None) -> list[Layer]:
+    """What each layer costs. A recipe without stages of its own has full attention and an MLP in each."""
+    if hasattr(cfg, "layers"):
+        return cfg.layers(stage)
+    return [Layer(cfg.train_seq_len, cfg.mlp_mult)] * cfg.num_layers
+
+
+def windows_of(cfg: Any, stage: Stage | None, T: int) -> dict[str, int]:
+    """{name: tokens that a token sees} in rows of T, where that may be fewer than all. stage None: in
+    scoring."""
+    return cfg.windows(stage, T) if hasattr(cfg, "windows") else {}
+
+
+def flops_per_token(cfg: Any, stage: Stage | None = None) -> float:
+    """Training matmul FLOPs as PaLM counts them (arXiv:2204.02311), with the windows of this stage; None:
+    those of the last."""
+    keys = sum([layer.window for layer in layers_of(cfg, stage)])
+    passes = [sum([layer.passes for layer in layers_of(cfg, stage)]) for stage in cfg.stages()]
+    again = sum(passes) / len(passes) / cfg.num_layers
+    head = cfg.vocab_size * cfg.model_dim
+    return 6 * (head + again * (horizon_weights(cfg) - head + 2 * cfg.model_dim * keys))
+
+
+# ---------------------------------------------------------------- memory, time, disk
+def step_memory(cfg: Any, machine: Machine, sequences: int) -> int:
+    """Estimate of the bytes that a rank needs for micro-steps of this many sequences, in the stage that needs
+    most."""
+    counts = parameter_counts(cfg)
+    width = machine.dtype.itemsize
+    stages = cfg.stages()
+    fp8 = "off"
+    state = 0
+    if isinstance(cfg, Staged):
+        fp8 = cfg.fp8_part(machine.on_gpu)
+        state = cfg.state_bytes()
+    longest = max([stage.row_tokens for stage in stages]) // cfg.train_seq_len
+    tokens = max(sequences, longest if sequences else 0) * cfg.train_seq_len
+    # 1. weights as the model reads them, gradients and their sums; the share of gradients, masters, moments.
+    #    Gradients that wait for the second step of an update are left out, and so is an EMA.
+    shared = 16 if machine.world_size > 1 else 12
+    tables = counts["embed"] + counts["value_embed"] if machine.on_gpu else 0  # whose sums are as narrow
+    held = counts.total() * ((2 * width if machine.on_gpu else 4) + 4 + shared / machine.world_size)
+    held -= (4 - width) * tables
+    # 2. what layers keep for the backward pass
+    kept = 0.0
+    for stage in stages:
+        of_stage = 0.0
+        for layer in layers_of(cfg, stage):
+            by_attention = KEPT_BY_ATTENTION if layer.window > 0 else 0
+            of_stage += layer.passes * (by_attention + KEPT_BY_MLP * layer.mlp_mult)
+        kept = max(kept, of_stage)
+    kept *= cfg.model_dim
+    if machine.on_gpu and fp8 == "all":
+        kept *= KEPT_IN_FP8
+    # 3. logits and their gradients, which overwrite them on a GPU; in fp8 they lie beside them
+    if not machine.on_gpu:
+        per_logit = 2 * width
+    elif fp8 == "off":
+        per_logit = width
+    else:
+        per_logit = width + 1
+    return int(held + state + tokens * (width * kept + per_logit * cfg.vocab_size))
+
+
+def micro_batch(cfg: Any, machine: Machine) -> int:
+    """Sequences per micro-step: the largest divisor of a rank's sequences that is within device_batch_size
+    or, if that is 0, that memory should hold."""
+    share = cfg.train_batch_tokens // cfg.train_seq_len // machine.world_size
+    fitting = [n for n in range(1, share + 1) if step_memory(cfg, machine, n) <= machine.free]
+    return rows_at_once(share, cfg.device_batch_size or max(fitting, default=1))
+
+
+def slow_machine(cfg: Any, machine: Machine) -> str:
+    """On a CPU where a step would take more than a minute: how long, and what else to do. Empty elsewhere."""
+    seconds = flops_per_token(cfg) * cfg.train_batch_tokens / CPU_FLOPS / machine.threads
+    if machine.on_gpu or seconds <= 60:
+        return ""
+    return (f"{cfg.preset} is made for GPUs: a step takes {seconds / 60:.0f} min here, the whole run "
+            f"{seconds * total_steps(cfg) / 86400:.1f} days (estimate); ./run.sh {cfg.preset} --proxy trains "
+            "a small version of it, PRESET=tiny trains for 2 min, DEVICE=cpu trains anyway")
+
+
+def slow_sliding(cfg: Any, count: int) -> str:
+    """If the sliding score of `count` tokens cannot end on 8 H100s within the time that the game allows: how
+    long it takes at least; else empty."""
+    if not vars(cfg).get("eval_sliding", 0) or not cfg.artifact_bytes_limit:
+        return ""
+    context = cfg.eval_context or cfg.train_seq_len
+    rows = 1 + math.ceil(max(0, count - context) / min(cfg.eval_sliding, context))
+    forward = flops_per_token(cfg) * rows * context / 3
+    seconds = forward / (MOST_SCORING_PART * 8 * H100_FLOPS)
+    if seconds <= SCORING_SECONDS:
+        return ""
+    return (f"sliding of {count} tokens takes more than {seconds:.0f} s on 8 H100, and the game allows "
+            f"{SCORING_SECONDS}: raise EVAL_SLIDING, or set ARTIFACT_BYTES_LIMIT=0")
+
+
+def limits_line(cfg: Any, machine: Machine) -> str:
+    """What ends the run and, without a cap, about when, if that can be told."""
+    line = f"limits: at most {total_steps(cfg)} steps ({planned_tokens(cfg)} tokens); "
+    if cfg.max_wallclock_seconds:
+        return f"{line}at most {cfg.max_wallclock_seconds:g} s of training"
+    flops = flops_per_token(cfg) * planned_tokens(cfg)
+    speed = 0.0
+    if not machine.on_gpu:
+        speed = CPU_FLOPS * machine.threads
+    elif re.search("H[12]00", torch.cuda.get_device_name()):
+        speed = GPU_PART * H100_FLOPS * machine.world_size
+    return f"{line}no cap" + (f", about {flops / speed / 3600:.1f} h (estimate)" if speed else "")
+
+
+def full_disk(cfg: Any, folder: Path) -> str:
+    """If the disk of this folder has no room for what a run leaves: how much is missing; else empty. A run
+    leaves fp32 weights, an artifact and a checkpoint of weights and two moments; while a later checkpoint is
+    written, there are two."""
+    weights = 4 * parameter_counts(cfg).total()
+    checkpoints = 2 if cfg.save_every or cfg.save_every_seconds else 1
+    needed = 2 * weights + checkpoints * 3 * weights
+    while not folder.exists():
+        folder = folder.absolute().parent
+    free = shutil.disk_usage(folder).free
+    if free >= needed:
+        return ""
+    return (f"the disk of logs/ has {free >> 20} MiB free, but the files of this run may take "
+            f"{needed >> 20} MiB")
+
+
+# ---------------------------------------------------------------- the artifact
+def planned_bytes(cfg: Any) -> int | None:
+    """Estimates the artifact's bytes by compressing about 65,536 random normal weights per kind and shape;
+    trained ones take TRAINED_PART of that. None if the artifact also holds the training text."""
+    if isinstance(cfg, Staged) and cfg.state_bytes():
+        return None
+    table = cfg.parameter_table()
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        model = cfg.make_model(Kernels())
+        parameters = [(table[kind_of(name)], p.shape) for name, p in model.named_parameters()]
+    sizes = {}
+    for row, shape in dict.fromkeys(parameters):
+        drawn = max(1, (1 << 16) // math.prod(shape[1:]))
+        w = torch.randn((drawn, *shape[1:]), generator=generator)
+        parts = packed_tensors(w, row, cfg, shape.numel()).values()
+        raw = b"".join([part.numpy().tobytes() for part in parts])
+        packed = cfg.compress(raw) if hasattr(cfg, "compress") else zlib.compress(raw, 9)
+        sizes[row, shape] = ENTRY_BYTES * len(parts) + len(packed) * shape[0] / drawn
+    return round(TRAINED_PART * sum([sizes[key] for key in parameters]))
+
+
+def artifact_line(cfg: Any, code: int) -> str:
+    """The artifact's bytes and those of its script against the limit. code: bytes of the script."""
+    limit = cfg.artifact_bytes_limit
+    size = planned_bytes(cfg)
+    if size is None:
+        return f"artifact: it also holds the training text, so its bytes are not known yet; {code} of code"
+    room = limit - size - code
+    said = f"{room} bytes of room" if room >= 0 else f"{-room} bytes over it"
+    return (f"artifact: {size} bytes and {code} of code, {(size + code) / limit:.2%} of the limit, {said} "
+            f"(estimate: as normally distributed weights compress, less the {1 - TRAINED_PART:.2%} that "
+            "trained ones took less in public logs)")
+
+
+# ---------------------------------------------------------------- the plan
+def listed(table: Mapping[str, object]) -> str:
+    return " ".join([f"{name}:{value}" for name, value in table.items()])
+
+
+def plan_lines(cfg: Any, machine: Machine, micro: int, code: Callable[[], int]) -> Iterator[str]:
+    """Yields size, cost and memory of the run, and its schedules. micro: sequences per micro-step. code:
+    returns the bytes of the script that the run will use."""
+    counts = parameter_counts(cfg)
+    flops = flops_per_token(cfg)
+    batch = cfg.train_batch_tokens
+    T = cfg.train_seq_len
+    yield f"parameters:{counts.total()} ({listed(counts)})"
+    yield f"matmul FLOPs per token:{flops:.4g} per step:{flops * batch:.4g}"
+    yield (f"world_size:{machine.world_size} device:{machine.device.type} "
+           f"activations:{str(machine.dtype)[6:]} micro_batch:{micro}x{T} "
+           f"grad_accum_steps:{batch // T // machine.world_size // micro} "
+           f"memory:{step_memory(cfg, machine, micro) >> 20} MiB (estimate)")
+    if machine.world_size > 1:  # gradients and weights of all banks
+        width = machine.dtype.itemsize if machine.on_gpu else 4
+        yield f"collectives: {2 * width * counts.total() / 1e6:.0f} MB per step"
+    yield limits_line(cfg, machine)
+    if cfg.artifact_bytes_limit and cfg.score_artifact:
+        yield artifact_line(cfg, code())
+    yield from stage_lines(cfg)
+
+
+def what_differs(lines: list[str], others: list[str]) -> list[str]:
+    """The lines of a plan that another one lacks: a proxy's, beside its recipe's."""
+    return [line for line in lines if line not in others]
+
+
+def lr_marks(cfg: Any) -> dict[int, float]:
+    """{step: LR factor from there on, before the warmdown} where a stage begins or the factor changes."""
+    last = total_steps(cfg)
+    steps = {stage.first_step for stage in cfg.stages()}
+    switches = vars(cfg).get("lr_switches", ())
+    steps |= {math.ceil(switch * cfg.iterations - 1e-6) for switch in switches}
+    factors = {}
+    for step in sorted(steps):
+        if step < last:
+            factors[step] = stage_at(cfg, step / last).lr
+            if switches:
+                factors[step] = cfg.top_lr(step / last)
+    return factors
+
+
+def warmdown_text(cfg: Config) -> str:
+    """When and how far the learning rate falls."""
+    constants = vars(cfg)
+    floor = constants.get("lr_floor", 0)
+    if "warmdown_iters" in constants:
+        return f"in the last {constants['warmdown_iters']} steps lr_factor falls to {floor:g}"
+    whole = "iterations" if constants.get("extension_iterations") else "the run"
+    return f"in the last {constants.get('warmdown_frac', 0):.0%} of {whole} lr_factor falls to {floor:g}"
+
+
+def stage_lines(cfg: Any) -> Iterator[str]:
+    """Yields the table of stages, with a row wherever a column changes; steps assume no time cap."""
+    last = total_steps(cfg)
+    T = cfg.train_seq_len
+    rows = [(step, stage_at(cfg, step / last), lr) for step, lr in lr_marks(cfg).items()]
+    stages = cfg.stages()
+    more = []
+    for name in STAGE_COLUMNS:
+        if hasattr(stages[0], name) and len({getattr(stage, name) for stage in stages}) > 1:
+            more.append(name)
+    windows = [*windows_of(cfg, rows[0][1], T)]
+    yield " ".join(["stage table: from_step tokens_per_step row_tokens", *windows, "lr_factor", *more])
+    for step, stage, lr in rows:
+        line = f"{step:22} {stage.batch_tokens:15} {stage.row_tokens:10}"
+        for name, size in windows_of(cfg, stage, stage.row_tokens).items():
+            line += f" {size:{len(name)}}"
+        line += f" {lr:9.4f}"
+        for name in more:
+            line += f" {str(getattr(stage, name)).replace(' ', ','):>{len(name)}}"
+        yield line
+    yield f"warmdown: {warmdown_text(cfg)}"
+    context = cfg.eval_context or T
+    line = f"evaluation: {cfg.val_tokens or 'all'} val tokens, rows of {context}"
+    sizes = windows_of(cfg, None, context)
+    yield f"{line}, {listed(sizes)}" if sizes else line

@@ -1,0 +1,137 @@
+"""The environment that ./run.sh gives to a trainer: folders, threads, allocators. What is set already stays.
+
+Imports neither torch nor numpy, which read these variables when they are loaded.
+"""
+import getpass
+import math
+import os
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+OWN_CGROUPS = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+CPU_INFO = Path("/proc/cpuinfo")
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+# ------------------------------------------------------------ CPUs
+def cgroup_folders(controller: str) -> list[Path]:
+    """Folders of the cgroups that this process is in, from its own up to the root. v2 has one tree for all
+    controllers, v1 one for each."""
+    folders = []
+    with suppress(OSError):  # not Linux
+        for line in OWN_CGROUPS.read_text("utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            root = CGROUPS / controller if controllers else CGROUPS
+            names = [name for name in path.split("/") if name not in ("", "..")]
+            folders += [root.joinpath(*names[:n]) for n in range(len(names), -1, -1)]
+    return folders
+
+
+def words_of(path: Path) -> list[str]:
+    """The words of a file; none if it cannot be read."""
+    try:
+        return path.read_text("utf-8").split()
+    except OSError:
+        return []
+
+
+def allowed_cpus() -> int:
+    """CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use: those that it may run on, or fewer by the quota of its cgroup."""
+    count = allowed_cpus()
+    for folder in cgroup_folders("cpu"):
+        quota = words_of(folder / "cpu.max")
+        quota = quota or words_of(folder / "cpu.cfs_quota_us") + words_of(folder / "cpu.cfs_period_us")
+        if len(quota) == 2 and quota[0].isdecimal():  # else max, or -1
+            count = min(count, max(1, math.ceil(int(quota[0]) / int(quota[1]))))
+    return count
+
+
+# ------------------------------------------------------------ folders that torch's compiler can use
+def is_odd(path: str) -> bool:
+    """Would torch's compiler cut this path in two, as at a space, or trip over a quote?"""
+    return re.search(r"[^\w./+@%:,=~-]", path) is not None
+
+
+def can_be_made(folder: str) -> bool:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        return True
+    except OSError:
+        return False
+
+
+def compiler_folders(env: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """({variable: text} that leads torch's compiler to folders that it can use, what was to blame)."""
+    changes = {}
+    odd = []
+    temporary = env.get("TMPDIR") or env.get("TEMP") or env.get("TMP") or tempfile.gettempdir()
+    if is_odd(os.path.abspath(temporary)):
+        temporary = changes["TMPDIR"] = "/tmp"
+        odd.append("TMPDIR")
+    user = env.get("LOGNAME") or env.get("USER") or ""
+    with suppress(KeyError, OSError):  # a user without a name
+        user = user or getpass.getuser()
+    if is_odd(user):  # it is part of a folder's name
+        changes["LOGNAME"] = f"uid_{os.getuid()}"
+        odd.append("the user's name")
+    if CACHE in env and (is_odd(os.path.abspath(env[CACHE])) or not can_be_made(env[CACHE])):
+        changes[CACHE] = f"{temporary}/torchinductor_{os.getuid()}"
+        odd.append(CACHE)
+    return changes, odd
+
+
+# ------------------------------------------------------------ libraries
+def sorting(env: Mapping[str, str]) -> dict[str, str]:
+    """np.sort, which counts n-grams, takes 5 times as long with AVX-512 on AMD's Zen 4 as with AVX2; on Intel
+    half."""
+    if "NPY_DISABLE_CPU_FEATURES" in env or env.get("NPY_ENABLE_CPU_FEATURES"):
+        return {}
+    return {"NPY_DISABLE_CPU_FEATURES": "AVX512F"} if "AuthenticAMD" in words_of(CPU_INFO) else {}
+
+
+def allocator(env: Mapping[str, str]) -> dict[str, str]:
+    """Segments of GPU memory that grow: rows of several lengths leave fewer holes in it."""
+    given = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*env}
+    return {} if given else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def for_trainer(env: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """What to set for a trainer -> ({variable: text}, lines that say why)."""
+    changes, odd = compiler_folders(env)
+    changes |= sorting(env) | allocator(env)
+    lines = []
+    if odd:
+        lines.append(f"compile: a space or quote in {' and '.join(odd)}, or no such folder: others are used")
+    # torch heeds the CPUs that it may run on, not the quota of a cgroup
+    cpus = usable_cpus()
+    if "OMP_NUM_THREADS" not in env and cpus < allowed_cpus():
+        changes["OMP_NUM_THREADS"] = str(cpus)
+        lines.append(f"cpus: {cpus} of {allowed_cpus()} may be used at once here, so OMP_NUM_THREADS={cpus}")
+    return changes, lines
+
+
+def compiler_missing(env: Mapping[str, str]) -> str:
+    """Why the step cannot be compiled for a CPU here, in a line; empty if it can."""
+    from shutil import which
+    usual = "clang++" if platform.system() == "Darwin" else "g++"
+    compiler = env.get("CXX") or usual
+    if not which(compiler, path=env.get("PATH")):
+        return f"there is no C++ compiler ({compiler})"
+    if is_odd(sys.prefix):
+        return "the path of this Python has a space or quote in it"
+    return ""

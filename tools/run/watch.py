@@ -1,0 +1,506 @@
+"""What a run looks like: a live line, signals that are passed on, LOGGER. launch.py shows runs by it.
+
+    python tools/run/watch.py SCRIPT [WORD ...]     shows another script so, such as a copy of train_gpt.py
+
+On a terminal one live line stands for the log lines, which train.log keeps: the stage, and in training loss,
+bits per byte, tok/s and the time left. Elsewhere every line passes as it is. LOGGER=tensorboard | wandb hands
+scalars, constants and samples on.
+"""
+import json
+import math
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
+    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
+from data import inputs  # noqa: E402
+from records.judge.runs import STEP, read_events  # noqa: E402
+from records.verify.folders import HOME, track_of  # noqa: E402
+from tools.run import guard  # noqa: E402
+from tools.run.guard import Guarded  # noqa: E402
+from tools.run.pulse import Pulse  # noqa: E402
+
+SHOW = HERE / "show.py"
+# How the line begins with which a stage of a run begins
+STAGES = {
+    "data:": "reading the data", "parameters:": "setting up", "world_size:": "setting up",
+    "warmup before": "warming up",
+    "setup:": "training", "counting n-grams": "counting n-grams", "n-grams of": "training",
+    "Serialized": "evaluating the artifact", "final_": "writing the result"}
+# Lines that a terminal does not need: the plan, which it shows in short, and what result.json says
+QUIET = re.compile(
+    r"data: (?!no |not )|parameters:|matmul |world_size:|collectives:|limits:|stage table:| {3,}\d+ |"
+    r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|warmup before|setup:|"
+    r"step:\d+/\d+ train_loss|val_part |(counting )?n-grams|first values of |stopping_early:|evaluating |"
+    r"Serialized |Code size:|Total submission|peak memory|scoring the artifact|final_| *[a-z_]+  \S")
+SLOWER = 1.15       # times the record's seconds: from there on a line says so
+
+
+def in_rows(text: str, break_words: bool = False) -> list[str]:
+    """The text in rows that fit the terminal, broken between words; further rows of a line are indented. A
+    word that is longer than a row, such as a path, is left whole unless break_words."""
+    rows = []
+    for line in text.splitlines() or [""]:
+        line = line.expandtabs()
+        further = " " * (len(line) - len(line.lstrip()) + 2)
+        rows += textwrap.wrap(line, shutil.get_terminal_size().columns, subsequent_indent=further,
+                              replace_whitespace=False, break_on_hyphens=False,
+                              break_long_words=break_words) or [""]
+    return rows
+
+
+class Progress:
+    """What the lines of a run have said so far."""
+    def __init__(self) -> None:
+        self.stage = "starting"
+        self.began = time.monotonic()
+        self.seen = {}
+        # (step, training seconds, seconds left, tok/s, when) of the last report
+        self.step: tuple[int, float, int, int, float] | None = None
+        self.losses = deque(maxlen=10)      # (step, loss) of the last reports
+        self.trained = self.paced = False
+        self.pace = None        # the record's, once the log tells the recipe
+
+    def read(self, line: str) -> str | None:
+        """Takes a line in. Returns what a terminal shows of it; None: nothing."""
+        found = STEP.match(line)
+        for start, stage in STAGES.items():
+            if line.startswith(start):
+                self.enter(stage)
+        if words := re.fullmatch(r"warmup before the clock, compiling: (.+)", line):
+            self.enter(f"compiling, {words[1]} the first time")
+        if re.fullmatch(r"evaluating \S+", line):
+            self.enter(line)
+        if line.startswith("eval settings:") and "ranks" not in self.seen:      # EVAL_FROM
+            self.trained = True
+            self.enter("evaluating val_loss")
+        self.trained |= line.startswith("stopping_early:")
+        if re.match(r"core\w*_metric:", line) and not self.trained:
+            self.enter("training")
+        if found:
+            self.read_step(found, line)
+        for key, pattern in (("folder", r"run folder: (\S+)"), ("parameters", r"parameters:(\d+)"),
+                             ("ranks", r"world_size:(\d+)"),
+                             ("batch", r" +0 +(\d+) "), ("limits", r"limits: (.+)"),
+                             ("later", r" {3,}[1-9]\d* +(\d+) +\d+ +\d+ +\d+ +\d\.\d{4}"),
+                             ("data", r"data: (\S+) train tokens:\d+"),
+                             ("train", r"data: \S+ train tokens:(\d+)"),
+                             ("val", r"data: .* val tokens:(\d+)"), ("bytes", r"data: val_bytes:(\d+)")):
+            if found := re.match(pattern, line):
+                self.seen.setdefault(key, found[1])
+        return None if QUIET.match(line) else line
+
+    def read_step(self, found: re.Match, line: str) -> None:
+        """Takes a step line in, which STEP found. After a validation, but the last, the run trains on."""
+        step = int(found[1])
+        left = re.search(r"eta:(\d+)s", line)
+        if found[3] != "train_loss":
+            self.trained |= found[1] == found[2]
+            self.enter("writing the model" if self.trained else "training")
+        elif found[6] and left:
+            self.enter("training")
+            self.losses.append((step, float(found[9] or found[4])))
+            self.step = step, float(found[6]) / 1e3, int(left[1]), int(found[8] or 0), time.monotonic()
+
+    def mean_loss(self) -> float:
+        """The mean of the last ten reports, without those before half of the steps so far: the loss falls."""
+        losses = [loss for step, loss in self.losses if step >= self.losses[-1][0] / 2]
+        return sum(losses) / len(losses)
+
+    def enter(self, stage: str) -> None:
+        if stage != self.stage:
+            self.stage = stage
+            self.began = time.monotonic()
+
+    def plan(self) -> str:
+        """What is going to happen, in two lines."""
+        seen = {key: f"{int(text):,}" if text.isdigit() else text for key, text in self.seen.items()}
+        limits = re.sub(r" \(\d+ tokens\);", ",", seen.get("limits", ""))
+        limits = re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", limits)
+        if "data" in seen:
+            yield f"data: {seen['data']}, {seen['train']} tokens to train on, {seen['val']} to be scored on"
+        if "limits" not in seen:    # of a script of one recipe; run.sh has shown the whole file's plan
+            return
+        batch = seen.get("batch")
+        later = f" (later {seen['later']})" if seen.get("later", batch) != batch else ""
+        yield f"plan: {seen.get('parameters')} parameters, {batch} tokens per step{later}, {limits}"
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Bits per byte for a loss in nats per token; None if the val split's bytes per token are unknown."""
+        if not {"val", "bytes"} <= {*self.seen}:
+            return None
+        return loss / math.log(2) * int(self.seen["val"]) / int(self.seen["bytes"])
+
+    def slower(self) -> str | None:
+        """A line, once, where this machine is slower than the record's; else None."""
+        if self.paced or "folder" not in self.seen or not self.step:
+            return None
+        if self.pace is None:
+            self.pace = pace_of(Path(self.seen["folder"]))
+        pace = self.pace
+        step, seconds, *_ = self.step
+        if step < pace.get("step", 0):
+            return None
+        self.paced = True
+        if not pace or step > pace["step"] or seconds < SLOWER * pace["seconds"]:
+            return None
+        return (f"{seconds:.0f} s for {step} steps, {pace['seconds']:.0f} s on the record's machine "
+                f"({pace['machine']}): expect fewer steps and a higher loss than the record's")
+
+    def live(self) -> tuple[float, str]:
+        """(part done or None, text) of the live line now."""
+        now = time.monotonic()
+        if self.stage != "training" or not self.step:
+            return None, f"{self.stage}: {now - self.began:.0f} s"
+        step, seconds, left, rate, then = self.step
+        since = min(now - then, left)
+        loss = self.mean_loss()
+        bpb = self.bits_per_byte(loss)
+        words = [f"step {step:,}", f"loss {loss:.4f}", f"{bpb:.3f} bpb" if bpb else "",
+                 f"{rate:,} tok/s", f"{left - since:.0f} s left"]
+        return (seconds + since) / max(seconds + left, 1e-9), ", ".join(filter(None, words))
+
+
+def pace_of(folder: Path) -> dict[str, Any]:
+    """The pace of the record of a run's game, from targets.json; {} where the run changes the recipe."""
+    with suppress(Exception):   # it is a hint: the run goes on without
+        start = start_of(folder)
+        changed = {*start["overrides"]} - {"run_id", "seed"}
+        if not changed:
+            return target_of(start).get("pace") or {}
+    return {}
+
+
+def start_of(folder: Path) -> dict[str, Any]:
+    """What a run told of itself before it trained; {} where it left no events."""
+    starts = [event for event in read_events(folder) if event["kind"] == "start"]
+    return starts[-1] if starts else {}
+
+
+class Screen:
+    """Where lines go: above a live line on a terminal that has tqdm, else straight out."""
+    def __init__(self, terminal: bool) -> None:
+        self.terminal = terminal
+        self.bar = None
+        self.ticked = 0.0
+        with suppress(ImportError):
+            if terminal:
+                from tqdm import tqdm
+                self.bar = tqdm(total=1.0, bar_format="{desc}", file=sys.stdout, leave=False, ascii=" #")
+
+    def show(self, line: str, stream: TextIO) -> None:
+        if self.bar is not None:
+            self.bar.clear()
+            if stream.isatty():
+                line = "\n".join(in_rows(line))
+        print(line, file=stream, flush=True)
+        if self.bar is not None:
+            self.bar.refresh()
+
+    def tick(self, part: float, text: str) -> None:
+        """The live line: with a bar where the part that is done is known."""
+        if self.bar is not None and time.monotonic() > self.ticked + 0.2:
+            self.ticked = time.monotonic()
+            known = "{percentage:3.0f}% |{bar:10}| {desc}"
+            self.bar.bar_format = "{desc}" if part is None else known
+            self.bar.ncols = shutil.get_terminal_size().columns - 1     # 79 where the terminal does not say
+            self.bar.n = min(part or 0.0, 1.0)
+            self.bar.set_description_str(text)
+
+    def hide(self) -> None:
+        """Clears the live line until the next one."""
+        if self.bar is not None:
+            self.bar.clear()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+def pump(stream: TextIO, name: str, lines: queue.Queue) -> None:
+    for line in stream:
+        lines.put((name, line.rstrip("\n")))
+    lines.put((name, None))
+
+
+def lines_of(child: Guarded) -> Iterator[tuple[str, str]]:
+    """(stream, line) of what a program prints to its pipes, as it comes; ("", "") whenever 0.2 s bring
+    none."""
+    lines: queue.Queue = queue.Queue()
+    streams = {name for name in ("stdout", "stderr") if getattr(child.process, name)}
+    for name in streams:
+        threading.Thread(target=pump, args=(getattr(child.process, name), name, lines), daemon=True).start()
+    while streams:
+        try:
+            name, line = lines.get(timeout=0.2)
+        except queue.Empty:
+            yield "", ""
+            continue
+        if line is None:
+            streams.remove(name)
+        else:
+            yield name, line
+
+
+def follow(child: Guarded, screen: Screen, progress: Progress, logger: "Logger", signals: "Signals",
+           pulse: Pulse) -> bool:
+    """Shows a trainer's lines until it and all that it started have ended. Stops one that hangs. Returns
+    whether it hung."""
+    patience = math.inf     # until a run that hangs is killed
+    for stream, line in lines_of(child):
+        if stream == "stdout":
+            pulse.line(line)
+            logger.line(line, progress)
+            show_line(line, screen, progress)
+        elif stream == "stderr":
+            pulse.line(line)
+            screen.show(line, sys.stderr)
+        else:
+            signals.tell(screen)
+            hangs = patience == math.inf and pulse.overdue()
+            if hangs:
+                screen.show(hangs, sys.stderr)
+                child.send(signal.SIGTERM)
+                patience = time.monotonic() + guard.PATIENCE
+            if time.monotonic() > patience:
+                child.send(signal.SIGKILL, everyone=True)
+        screen.tick(*progress.live())
+    return patience < math.inf
+
+
+def show_line(line: str, screen: Screen, progress: Progress) -> None:
+    """A line of stdout, and on a terminal what follows from it."""
+    shown = progress.read(line)
+    if screen.bar is None:
+        shown = line
+    if shown is not None:
+        screen.show(shown, sys.stdout)
+    if screen.bar is None:
+        return
+    if line.startswith("run folder:"):
+        for row in progress.plan():
+            screen.show(row, sys.stdout)
+    slow = progress.slower()
+    if slow:
+        screen.show(slow, sys.stdout)
+
+
+# ------------------------------------------------------------ signals
+# What asks a run to stop -> what the trainer gets, which saves a checkpoint first
+STOPS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM,
+         signal.SIGUSR1: signal.SIGUSR1}
+PASSED = (signal.SIGQUIT, signal.SIGUSR2)   # end it at once
+STOPPING = "stopping: a checkpoint is saved first if training has begun; Ctrl-C again ends it at once"
+
+
+class Signals:
+    """Passes signals on to the program that runs, and remembers whether one asked it to stop."""
+    def __init__(self) -> None:
+        self.child: Guarded | None = None
+        self.everyone = False
+        self.came: list[int] = []
+        self.told = False
+        for number in (*STOPS, *PASSED):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as a shell sets it for `command &`
+                signal.signal(number, self.on_signal)
+        if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+            signal.signal(signal.SIGTSTP, self.on_pause)
+
+    def follow(self, child: Guarded, everyone: bool = False) -> None:
+        """From now on this program gets them; or everyone that it has started, too."""
+        self.child = child
+        self.everyone = everyone
+
+    def on_signal(self, number: int, _: FrameType | None) -> None:
+        child = self.child
+        if child is None or child.process.poll() is not None:
+            raise KeyboardInterrupt     # what is left, such as a logger that hangs, ends here
+        if number == signal.SIGINT and number in self.came:     # Ctrl-C for the second time
+            child.send(signal.SIGKILL, everyone=True)
+        else:
+            child.send(STOPS.get(number, number), self.everyone)
+        if number in STOPS:
+            self.came.append(number)
+
+    def tell(self, screen: Screen) -> None:
+        """Says once that the run is about to stop."""
+        if self.came and not self.told:
+            self.told = True
+            screen.show(STOPPING, sys.stderr)
+
+    def on_pause(self, number: int, _: FrameType | None) -> None:
+        """Ctrl-Z: stops the program and all below it, then this one, until the shell's `fg` or `bg`."""
+        if self.child:
+            self.child.pause()
+        handler = signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)     # returns when this program goes on
+        signal.signal(number, handler)
+        if self.child:
+            self.child.go_on()
+
+
+# ------------------------------------------------------------ games
+def target_of(result: dict[str, Any]) -> dict[str, Any]:
+    """What records/targets.json has for the run's game; {} where the run played another one."""
+    other_game = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "iterations",
+                  "max_wallclock_seconds"}
+    if other_game & {*result["overrides"]}:
+        return {}
+    return json.loads(inputs.read_text(HOME / "targets.json"))[track_of(result["preset"])]
+
+
+# ------------------------------------------------------------ LOGGER
+class Logger:
+    """Hands on what a run logs: to TensorBoard, Weights & Biases or, by default, nobody. After a warning the
+    run goes on without one that fails."""
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.run = None
+        self.opened = False
+        if kind == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+            self.module = SummaryWriter
+        elif kind == "wandb":
+            import wandb
+            self.module = wandb
+
+    def open(self, folder: Path) -> None:
+        config = start_of(folder).get("config", {})
+        if self.kind == "tensorboard":
+            self.run = self.module(str(folder / "tensorboard"))
+            rows = "\n".join(f"| {name} | {value} |" for name, value in config.items())
+            self.run.add_text("config", f"| constant | value |\n| --- | --- |\n{rows}")
+        else:
+            self.run = self.module.init(project="train_gpt", name=folder.name, dir=str(folder), config=config)
+
+    def line(self, line: str, progress: Progress) -> None:
+        """A line of the run's output: scalars of a step."""
+        if self.kind:
+            self.safely(self.read, line, progress)
+
+    def safely(self, do: Callable[..., None], *args: Any) -> None:
+        try:
+            do(*args)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            print(failed(self.kind, error), file=sys.stderr, flush=True)
+            self.kind = ""
+            self.run = None
+
+    def read(self, line: str, progress: Progress) -> None:
+        if line.startswith("warmup before") and not self.run and "folder" in progress.seen:
+            self.open(Path(progress.seen["folder"]))
+        found = STEP.match(line)
+        if self.run and found:
+            pairs = re.findall(r"(\w+(?:/s)?):(-?\d+(?:\.\d+)?)(?=ms\b|s\b|\s|$)", line)
+            self.scalars(int(found[1]), {name: float(value) for name, value in pairs if name != "step"})
+        if self.run and (part := re.fullmatch(r"val_part step:(\d+) val_loss:(\S+)", line)):
+            self.scalars(int(part[1]), {"val_part_loss": float(part[2])})
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        if self.kind == "wandb":
+            self.run.log(values, step=step)
+        else:
+            for name, value in values.items():
+                self.run.add_scalar(name, value, step)
+
+    def close(self, samples: list[str]) -> None:
+        """Hands on the samples, as one text, and ends."""
+        if self.run:
+            self.safely(self.finish, samples)
+
+    def finish(self, samples: list[str]) -> None:
+        text = "\n".join(samples)
+        if self.kind == "wandb":
+            self.run.summary["samples"] = text
+            self.run.finish()
+        else:
+            self.run.add_text("samples", f"```\n{text}\n```")
+            self.run.close()
+
+
+def failed(kind: str, error: BaseException) -> str:
+    why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return f"run.sh: LOGGER={kind} failed ({why}); the run goes on without it"
+
+
+def open_logger(kind: str) -> Logger | None:
+    """Logger, or None after saying why there cannot be one."""
+    if kind not in ("", "tensorboard", "wandb"):
+        why = f"LOGGER={kind} is none of tensorboard, wandb"
+    else:
+        try:
+            return Logger(kind)
+        except ImportError:
+            python = os.path.relpath(sys.executable)
+            install = f"{python} -m pip install" if find_spec("pip") else f"uv pip install --python {python}"
+            why = f"LOGGER={kind} needs the package {kind}: {install} {kind}"
+        except Exception as error:      # it is there, but broken
+            print(failed(kind, error), file=sys.stderr, flush=True)
+            return Logger("")
+    print(f"run.sh: {why}", file=sys.stderr)
+    return None
+
+
+# ------------------------------------------------------------ the end
+def samples_of(folder: Path) -> list[str]:
+    """What show.py has sampled from a run's model."""
+    path = folder / "samples.txt"
+    return inputs.read_text(path).splitlines() if path.exists() else []
+
+
+def show_result(folder: Path, code: int, env: Mapping[str, str], signals: Signals, logger: Logger) -> None:
+    """Samples, loss.png and the last screen, if a run has finished; whatever becomes of them, it has. code:
+    its exit code."""
+    samples = []
+    if code == 0 and (folder / "result.json").exists():
+        showing = Guarded(env)
+        signals.follow(showing)
+        showing.run([str(SHOW), str(folder)])
+        showing.wait()
+        samples = samples_of(folder)
+    logger.close(samples)
+
+
+def main(words: list[str]) -> int:
+    """Runs a script, shown as ./run.sh shows the trainer. Returns its exit code."""
+    logger = open_logger(os.environ.get("LOGGER", ""))
+    if not logger:
+        return 2
+    env = {name: text for name, text in os.environ.items() if name != "LOGGER"}     # which is heeded here
+    screen = Screen(sys.stdout.isatty())
+    signals = Signals()
+    child = Guarded(env, [], subprocess.PIPE, subprocess.PIPE)
+    pulse = Pulse()
+    signals.follow(child)
+    child.run(words)
+    try:
+        hung = follow(child, screen, Progress(), logger, signals, pulse)
+    finally:
+        screen.close()
+    code = child.wait()
+    code = 1 if hung else code
+    show_result(pulse.folder or Path(), code, env, signals, logger)
+    return code
+
+
+if __name__ == "__main__":
+    inputs.steady_output()
+    sys.exit(main(sys.argv[1:]))
