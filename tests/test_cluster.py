@@ -141,7 +141,8 @@ def test_two_machines_that_meet_through_a_cable(checkout, alone, two_networks):
     inside = SSH.replace("shift\nexec", f'host=$1\nshift\nexec ip netns exec {two_networks}"${{host##*.}}"')
     program(checkout.parent / "bin/ssh", inside)
     env = {key: os.environ[key] for key in ("HOME",) if key in os.environ}
-    env |= SETTINGS | {"PATH": f"{checkout.parent}/bin:{os.environ['PATH']}", "GPUS": "1"}
+    env |= SETTINGS | {"PATH": f"{checkout.parent}/bin:{os.environ['PATH']}", "GPUS": "1",
+                       "GLOO_SOCKET_IFNAME": "cable"}
     words = ["docs/cluster/ssh.sh", "10.77.0.1 10.77.0.2", "--run-id=nodes", "--matrix-lr=0.02"]
     done = subprocess.run(words, cwd=checkout, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
