@@ -2627,6 +2627,8 @@ def main(argv: Sequence[str], env: Mapping) -> int:
         run_once(argv, env, log)
         if dist.is_initialized():
             dist.destroy_process_group()
+        log.file.close()
+        log.events.close()
         return 0
     except (Exception, KeyboardInterrupt) as error:
         why = explain(error)
