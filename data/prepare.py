@@ -809,7 +809,7 @@ def split_by_hash(hashes: np.ndarray, sizes: np.ndarray, val_bytes: int,
         if len(order) == 1:
             times = f", {len(hashes):,} times" if len(hashes) > 1 else ""
             raise DataError(f"the input is one document, of {sizes[0]:,} bytes{times}, and val needs one of "
-                            "its own, which leaves nothing for train: give more documents, or --val PATH")
+                            "its own, which would leave nothing for train: more documents, or --val PATH")
         is_val, warning = choose_val(sizes[order], val_bytes)
         if warning:
             print(warning)
