@@ -431,6 +431,28 @@ def test_what_cannot_be_shown_is_a_line(run, capsys, monkeypatch, tmp_path):
     assert "more samples" not in out
 
 
+def test_who_stops_the_samples_still_sees_the_rest(run, capsys, monkeypatch):
+    def stop(model):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(show, "sample_lines", stop)
+    code, out, err = shown("logs/first", capsys)
+    assert (code, err) == (0, "") and out.startswith("samples: none (interrupted)\n")
+    assert "loss.png" in out and "\nnext: " in out
+    monkeypatch.setattr(sample, "sample_lines", lambda *_: stop(0))
+    assert sample.main(["first"]) == 130
+
+
+def test_what_memory_does_not_hold_is_a_sentence(run, capsys, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr(sample, "sample_lines", full)
+    capsys.readouterr()
+    assert sample.main(["first"]) == 1
+    assert capsys.readouterr().err == "sample: OutOfMemoryError: CUDA out of memory. Tried to allocate\n"
+
+
 def test_only_a_run_that_has_ended_is_shown(run, capsys):
     (run / "result.json").unlink()
     for folder in ("logs/first", "logs/nowhere"):

@@ -389,6 +389,11 @@ def main(argv: Sequence[str]) -> int:
     except Refused as error:
         print(f"sample: {error}", file=sys.stderr)
         return 2
+    except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+        print(f"sample: {brief(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
     print(*lines, sep="\n")
     keep(model.parent, lines)
     return 0

@@ -26,6 +26,7 @@ from tools.run.watch import in_rows, target_of  # noqa: E402
 SAMPLE_ROWS = 5         # of each sample on a terminal; samples.txt has them all
 MOST_CHANGES = 90      # characters of the line in loss.png that names what a run changed
 SCHEDULE_POINTS = 2000  # of the curve of the learning rate
+CLEAR = "\x1b[K"        # clears what a terminal's line held before
 
 
 # ------------------------------------------------------------ loss.png
@@ -103,7 +104,7 @@ def draw_run(folder: Path, result: dict[str, Any], target: dict[str, Any]) -> No
               label="train, mean of many batches")
     if run.curves["part"]:
         part = [(point.seconds, point.loss) for point in run.curves["part"]]
-        axes.plot(*zip(*part), color="tab:red", linewidth=2, label="a part of val, during training")
+        axes.plot(*zip(*part), ".-", color="tab:red", linewidth=2, label="a part of val, during training")
     dashes = ["--", "-.", (0, (6, 2, 1, 2, 1, 2))]
     for other in target.get("compare", []):
         if other["metric"] == "val_bpb" and result.get("val_bpb"):
@@ -198,6 +199,8 @@ def show_run(folder: Path, terminal: bool) -> Iterator[str]:
             lines = sample_lines(model)
             keep(folder, [f"{model} {Settings().flags()}", *lines], mode="w")
             yield from in_short(lines) if terminal else lines
+        except KeyboardInterrupt:
+            yield "samples: none (interrupted)"
         except Exception as error:
             why = str(error) if isinstance(error, Refused) else brief(error)
             yield f"samples: none ({why})"
@@ -211,10 +214,13 @@ def show_run(folder: Path, terminal: bool) -> Iterator[str]:
 def main(argv: Sequence[str]) -> int:
     """Shows the run in the folder that is named. Returns the exit code."""
     terminal = sys.stdout.isatty()
+    if terminal:
+        print("sampling the model", end="\r", flush=True)
     try:
         demand(len(argv) == 1, "show takes the folder of a run that has ended, logs/RUN")
         for line in show_run(Path(argv[0]), terminal):
-            print(*(in_rows(line) if terminal else [line]), sep="\n", flush=True)
+            rows = [CLEAR + row for row in in_rows(line)] if terminal else [line]
+            print(*rows, sep="\n", flush=True)
     except Refused as error:
         print(f"show: {error}", file=sys.stderr)
         return 2
