@@ -6478,11 +6478,6 @@ class GPT2(GPT2Recipe):
     core_bundle: str = option("data/core_bundle", "folder of CORE's tasks")
     core_metric_every: int = optional(0, "steps between CORE scores; 0: at the end only")
     core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
-    sample: str = option(
-        "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is",
-        "prompts separated by '|', line ends as \\n; empty: beginnings of val documents")
-    sample_tokens: int = optional(16, "tokens per sample; 0: no samples", 0, 100_000)
-    sample_temperature: float = option(0.0, "0: greedy", 0, 10)
 
     def size_of_depth(self, depth: int) -> dict:
         return depth_size(depth)
@@ -6678,11 +6673,6 @@ class GPT2Plus(GPT2Recipe):
     core_bundle: str = option("data/core_bundle", "folder of CORE's tasks")
     core_metric_every: int = optional(0, "steps between CORE scores; 0: at the end only")
     core_metric_max_per_task: int = optional(0, "examples per task; 0: all")
-    sample: str = option(
-        "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is",
-        "prompts separated by '|', line ends as \\n; empty: beginnings of val documents")
-    sample_tokens: int = optional(16, "tokens per sample; 0: no samples", 0, 100_000)
-    sample_temperature: float = option(0.0, "0: greedy", 0, 10)
 
     def size_of_depth(self, depth: int) -> dict:
         size = depth_size(depth)

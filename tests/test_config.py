@@ -23,7 +23,6 @@ RUN = dict(
     eval_context=0, eval_stride=0, grad_clip_norm=0.0, score_artifact=True, artifact_keep=65_536)
 STAGED = RUN | dict(
     stage_starts=(), batch_schedule=(), seq_schedule=(), shuffle=False, max_epochs=0, triton_kernels=True)
-PROMPTS = "Paris is in|Hamlet is by|The largest planet is|Water is|3 + 4 =|After Monday comes|Gold is"
 RECIPES = {
     "tiny": STAGED | dict(
         preset='tiny', train_log_every=50, val_loss_every=0, data_path='data/datasets/embedded',
@@ -100,7 +99,7 @@ RECIPES = {
         adam_weight_decay=0.005, adam_eps=1e-10, adam_every=2, untie_at=0.6669291338582677,
         warmdown_frac=0.6, lr_floor=0.15),
     "gpt2": STAGED | dict(
-        preset='gpt2', sample=PROMPTS, sample_tokens=16, sample_temperature=0.0, train_log_every=50,
+        preset='gpt2', train_log_every=50,
         val_loss_every=250,
         data_path='data/datasets/fineweb_edu', tokenizer_path='', vocab_size=32768, train_seq_len=2048,
         train_batch_tokens=524288, packing='best_fit', val_tokens=20971520, val_batch_size=65536,
@@ -116,7 +115,7 @@ RECIPES = {
         warmdown_frac=0.5, lr_floor=0.0, core=True, core_bundle='data/core_bundle', core_metric_every=0,
         core_metric_max_per_task=0),
     "gpt2_plus": STAGED | dict(
-        preset='gpt2_plus', sample=PROMPTS, sample_tokens=16, sample_temperature=0.0, train_log_every=50,
+        preset='gpt2_plus', train_log_every=50,
         val_loss_every=250,
         data_path='data/datasets/climbmix', tokenizer_path='', vocab_size=32768,
         train_seq_len=2048, train_batch_tokens=1048576, packing='best_fit', val_tokens=41943040,
@@ -203,7 +202,7 @@ RANGES = {
         "artifact_scale_floor lr_floor lr_switches mlp_slope rope_fraction short_window stage_starts "
         "untie_at warmdown_frac"),
     (0, 10): (
-        "artifact_embed_step artifact_step embed_lr gate_lr head_lr matrix_lr sample_temperature "
+        "artifact_embed_step artifact_step embed_lr gate_lr head_lr matrix_lr "
         "scalar_lr tied_embed_lr"),
     (0, 16): "loop_schedule",
     (0, 64): "copy_orders count_orders",
@@ -216,7 +215,6 @@ RANGES = {
     (0, 1e4): "gptq_batches logit_shift logit_softcap",
     (0, 2**16 - 1): "bos_id",
     (0, 2**16): "attn_gate_dim dc_window smear_dim vocab_size",
-    (0, 100_000): "sample_tokens",
     (0, 1e6): "adam_weight_decay fp8_head_most grad_clip_norm target_param_data_ratio weight_decay",
     (0, 2**20): "bigram_sign_rows loss_sum_ranks window_schedule",
     (0, 1e7): "gptq_seconds max_wallclock_seconds save_every_seconds",
