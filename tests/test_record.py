@@ -779,7 +779,7 @@ def test_noise_trains_for_real(tool, home, toy, monkeypatch):
         monkeypatch.setenv(name, value)
     code, out, err = tool("noise", "tiny", "-n", 2)
     assert code == 0, err
-    assert "val_loss: n=2 mean" in out and len(list((home / "logs").glob("trial_*"))) == 2
+    assert "val_loss_partial: n=2 mean" in out and len(list((home / "logs").glob("trial_*"))) == 2
 
 
 # ------------------------------------------------------------ the leak probe

@@ -330,13 +330,13 @@ class Case:
         self.sealed = sealed
 
 
-START = '\nif __name__ == "__main__":\n    sys.stdout'     # how the last lines of a script begin
+START = '\nif __name__ == "__main__":\n    sys.exit'     # how the last lines of a script begin
 LOOKS_AHEAD = """
 honest = log_probs
 def log_probs(model, tokens):
     return honest(model, tokens.roll(-1, 1))
 if __name__ == "__main__":
-    sys.stdout"""
+    sys.exit"""
 STEPS = "steps and times"
 SCORE = "score of the artifact"
 CONFIG = "one configuration"
@@ -567,24 +567,26 @@ def test_not_found(copy_of, case, tool):
 @pytest.mark.slow
 def test_a_resumed_run_holds_all_rules_of_logs(train, monkeypatch, tmp_path, tool):
     """Its log, with the digests of its lines, goes on in the same file; without one step line it fails."""
-    def check_finite(loss, name, step, curve):
-        if step == 12 and name == "train_loss":
+    report_step = train_gpt.report_step
+
+    def report_and_stop(run, *more):
+        report_step(run, *more)
+        if run.state.step == 12:
             signal.raise_signal(signal.SIGTERM)
 
     settings = SETTINGS | {"SEED": "3"}
     with monkeypatch.context() as patch:
-        patch.setattr(train_gpt, "check_finite", check_finite)
+        patch.setattr(train_gpt, "report_step", report_and_stop)
         first = train(settings)
     assert first.code == 1 and first.last == f"RESUME={first.run_id}"
     done = train({}, RESUME=first.run_id)
     assert done.code == 0 and done.result["resumed"], done.err
-    words = ("--name", "Resumed", "--blurb", "a toy", "--whole", "--into", tmp_path)
+    # its text is not the track's, so its scores compare with no record's
+    words = ("--name", "Resumed", "--blurb", "a toy", "--whole", "--before", "none", "--into", tmp_path)
     assert tool("new", *words, done.folder)[0] == 0
     made = next(tmp_path.glob("track_tiny/*"))
     failed = failed_rules(tool("check", "--no-exec", made)[1])      # of the rules of tiny itself
-    before = json.loads((made / "submission.json").read_text())["before"]
-    elsewhere = any(before[key] != done.result[key] for key in ("hardware", "torch"))
-    assert failed == {"data", "runs", "score"} | ({"record before"} if elsewhere else set())
+    assert failed == {"data", "record before", "runs"}
     assert len(evidence.LOG_DIGEST.findall((made / "train.log").read_bytes())) == 6
     in_files(r"^step:14/.*\n", "")(made)
     assert {"steps and times", "digests"} <= failed_rules(tool("check", "--no-exec", made)[1])
