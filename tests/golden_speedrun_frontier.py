@@ -86,7 +86,7 @@ class SpeedrunFrontier(Later):
         T = self.meta["tokens"]
         if not training:
             return model.context(T, CPU, torch.float32)
-        context = model.training_context(T, CPU, torch.float32, self.stage_of(step))
+        context = model.context(T, CPU, torch.float32, self.stage_of(step))
         model.update_context(context, self.cfg.progress(step, 0.0))
         return context
 

@@ -117,7 +117,8 @@ BAD_DATA = {
                                    dict(TOKENIZER_PATH=str(MODEL))),
     "TOKENIZER_PATH missing": (None, ["the tokenizer of toy is damaged or missing", "nowhere.model"],
                                dict(TOKENIZER_PATH="nowhere.model")),
-    "no tokenizer, no VOCAB_SIZE": (lambda s: MANIFEST.unlink(), ["vocab_size is 0"]),
+    "no tokenizer, no VOCAB_SIZE": (lambda s: MANIFEST.unlink(),
+                                    ["toy does not say how many tokens there are", "VOCAB_SIZE"]),
     "VOCAB_SIZE of another tokenizer": (None, ["vocab_size=300", "512"], dict(VOCAB_SIZE="300")),
     "no val split": (lambda s: VAL.unlink(), ["no shards", "toy"]),
     "no train split": (lambda s: [path.unlink() for path in DATA.glob("*_train_*")], ["no shards", "toy"]),
@@ -393,13 +394,13 @@ def other_train():
 
 
 OTHER_DATA = {  # how the dataset is prepared again under its name, what the sentence names
-    "other text": (lambda s: edit_manifest(text_fingerprint="another"), "fingerprint"),
+    "other text": (lambda s: edit_manifest(text_fingerprint="another"), "text"),
     "other text and val": (lambda s: (edit_manifest(text_fingerprint="another"), other_val()),
-                           "sha256, fingerprint"),
-    "another tokenizer of the same size": (other_tokenizer, "sha256"),
-    "fewer shards": (lambda s: LATER.unlink(), "train_tokens, sampled"),
-    "other train": (lambda s: other_train(), "sampled"),
-    "other val": (lambda s: other_val(), "sha256")}
+                           "val tokens or tokenizer, text"),
+    "another tokenizer of the same size": (other_tokenizer, "val tokens or tokenizer"),
+    "fewer shards": (lambda s: LATER.unlink(), "number of train tokens, train tokens"),
+    "other train": (lambda s: other_train(), "train tokens"),
+    "other val": (lambda s: other_val(), "val tokens or tokenizer")}
 
 
 @pytest.fixture(scope="module")
@@ -414,7 +415,7 @@ def test_a_resumed_run_refuses_other_data(case, other_512, stopped, capsys):
     change(other_512)
     log = Path("logs/first/train.log").read_bytes()
     code, said = resumed(capsys)
-    assert code == 2 and f"resume=first was trained on toy, whose {names} is not that of toy: " in said
+    assert code == 2 and f"resume=first was trained on toy, from which toy differs in its {names}: " in said
     assert "OTHER_DATA=1" in said.splitlines()[-1]
     assert Path("logs/first/train.log").read_bytes() == log
     code, said = resumed(capsys, OTHER_DATA="1")
@@ -445,7 +446,8 @@ def test_a_model_is_scored_on_its_own_dataset(file, scored, other_512, capsys):
     assert call(capsys, env, "--run-id=own")[0] == 0
     Path("other.model").write_bytes(other_512)
     code, said = call(capsys, env | dict(TOKENIZER_PATH="other.model"))
-    assert code == 2 and f"{file} was trained on toy, whose sha256 is not that of toy" in said
+    other = f"{file} was trained on toy, from which toy differs in its val tokens or tokenizer: "
+    assert code == 2 and other in said
     other_val()
     code, said = call(capsys, env)
     assert code == 2 and "set DATA_PATH (and TOKENIZER_PATH) to what it was trained on, or " in said

@@ -88,8 +88,8 @@ COUNTED = {
     "the schedules": (train_gpt.Tiny, "schedule", lambda _, step, __: step == 2, {}),
     "the log": (train_gpt.Log, "__call__", lambda _, *lines, **__: " ".join(lines).startswith("step:2/"), {}),
     # of the first stage: once in the warmup, never in evaluation
-    "the context": (train_gpt.TinyModel, "training_context",
-                    nth(2, lambda _, T, device, dtype, stage: stage.window == 32),
+    "the context": (train_gpt.TinyModel, "context",
+                    nth(2, lambda _, T, device, dtype, stage: stage and stage.window == 32),
                     dict(WINDOW_SCHEDULE="32,16")),
     "whether a checkpoint is due": (train_gpt, "save_is_due", lambda run, *_: run.state.step == 2, {}),
 }
@@ -362,7 +362,7 @@ def run_on(device, monkeypatch, others=None, preset="tiny", save=None, **setting
     loader = SimpleNamespace(next=lambda tokens, *_: 2 * (torch.empty(tokens // 64, 64),),
                              most_tokens=math.inf)
     model = SimpleNamespace(candidates=lambda *_: [], build=lambda *_: False,
-                            training_context=lambda *_: None, update_context=lambda *_: None)
+                            context=lambda *_: None, update_context=lambda *_: None)
     run = fake_run(cfg, model, team=device, log=train_gpt.Log(lead=False), micro=1)
     run.loader = loader
     with monkeypatch.context() as patch:

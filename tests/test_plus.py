@@ -133,7 +133,7 @@ def test_a_compiled_step_equals_the_eager_one(fp8, backend, one_thread):
     kernels = train_gpt.choose_kernels(cfg, False, lambda line: None)
     model = randomised(cfg, kernels)
     tokens, targets = some_tokens()
-    context = model.training_context(64, torch.device("cpu"), torch.float32, cfg.stages()[0])
+    context = model.context(64, torch.device("cpu"), torch.float32, cfg.stages()[0])
     fast = torch.compile(model, backend=backend, dynamic=False, fullgraph=True)
     counted = torch._dynamo.utils.counters["stats"]
     wanted = [*model.parameters()]
@@ -177,7 +177,7 @@ def test_a_compiled_step_of_golf_plus_equals_the_eager_one(one_thread):
     counted = torch._dynamo.utils.counters["stats"]
     graphs = counted["unique_graphs"]
     for stage in [*cfg.stages(), *cfg.stages()]:
-        context = model.training_context(64, torch.device("cpu"), torch.float32, stage)
+        context = model.context(64, torch.device("cpu"), torch.float32, stage)
         results = []
         for fn in (model, fast):
             loss = fn(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), context)

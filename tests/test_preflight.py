@@ -880,7 +880,7 @@ def test_a_resumed_run_refuses_other_data(case, other_512, workplace, refused, c
     set_tokenizer(lossless=False)
     change(other_512)
     said = refused(RESUME="first")
-    assert "resume=first was trained on toy, whose " in said and "OTHER_DATA=1" in said
+    assert "resume=first was trained on toy, from which toy differs in its " in said and "OTHER_DATA=1" in said
     assert all(word in said for word in words)
     assert call(RESUME="first", OTHER_DATA="1")[0] == 0
 
@@ -909,7 +909,7 @@ def test_a_model_is_scored_on_its_own_dataset(workplace, other_512, refused, cal
     report, said = report_of(env | dict(DATA_PATH=str(DATA)))
     assert report.flags == [] and "which the model" not in said
     said = refused(**env | dict(DATA_PATH=str(embedded)))
-    other = "eval_from=model.pt was trained on toy, whose sha256 is not that of embedded"
+    other = "eval_from=model.pt was trained on toy, from which embedded differs in its val tokens or token"
     assert other in said and "OTHER_DATA=1" in said
     assert call(**env | dict(DATA_PATH=str(embedded), OTHER_DATA="1"))[0] == 0
     shutil.rmtree(DATA)

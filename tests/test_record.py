@@ -731,7 +731,7 @@ def test_the_board_in_the_repository_is_up_to_date(tool, tmp_path, monkeypatch):
 def test_what_was_built_before_the_first_step_is_no_part_of_a_step():
     """Both kinds of lines count: without one, the steps look slower than the slowest."""
     lines = ["n-grams of 9 tokens counted in 8.0 s",
-             "first values of embed and head made from bigrams in 2.0 s"]
+             "init of embed and head made from bigrams in 2.0 s"]
     built = [float(evidence.BUILT.fullmatch(line)[1]) for line in lines]
     pace = dict(p50=100.0, p95=100.0, max=100.0)
     result = dict(config=dict(max_wallclock_seconds="0"), train_time_ms=11_000, steps=10, tokens=110,

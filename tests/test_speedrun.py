@@ -269,7 +269,7 @@ def test_a_value_table_is_looked_up_once():
     init_parameters(model, 1)
     assert len(model.value_embeds) == 3 and sorted(model.tables)[-5:] == [1, 1, 2, 2, 3]
     tokens = torch.arange(16)[None]
-    context = model.training_context(16, tokens.device, torch.float32, cfg.stages()[0])
+    context = model.context(16, tokens.device, torch.float32, cfg.stages()[0])
     with torch.profiler.profile() as found:
         model(tokens, tokens, context).backward()
     counts = {event.key: event.count for event in found.key_averages()}

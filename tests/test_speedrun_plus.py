@@ -180,7 +180,7 @@ def test_losses_of_the_stages():
     weights = {}
     for step in (0, 20, 33, 34, 50, 66, 67, 99, 105):
         progress = cfg.progress(step, 0)
-        context = model.training_context(64, CPU, torch.float32, train_gpt.stage_at(cfg, progress))
+        context = model.context(64, CPU, torch.float32, train_gpt.stage_at(cfg, progress))
         model.update_context(context, progress)
         weights[step] = None if context.loss_weights is None else context.loss_weights.tolist()
     first = cfg.stages()[1].start * 100
@@ -193,7 +193,7 @@ def test_losses_of_the_stages():
     alone = replace(cfg, next_targets=1, prefix_weight=0.0)
     assert all(alone.loss_weights(part) == [1.0] for part in (0, 0.4, 0.9))
     model = randomised(alone)
-    context = model.training_context(64, CPU, torch.float32, alone.stages()[0])
+    context = model.context(64, CPU, torch.float32, alone.stages()[0])
     tokens, targets = some_tokens()
     with torch.no_grad():
         scores = model.logits(model.hidden(tokens, context))
@@ -250,7 +250,7 @@ def test_a_part_can_be_turned_off(settings):
         if model.prefixes is not None:
             model.prefixes.copy_(torch.arange(64) // 2 - 1)
         optimizer = some.optimizer()(model, some)
-        context = model.training_context(64, CPU, torch.float32, some.stages()[0])
+        context = model.context(64, CPU, torch.float32, some.stages()[0])
         model.update_context(context, 0.0)
         losses = []
         for step in range(2):
@@ -366,7 +366,7 @@ def test_scores_are_exact_and_gradients_near(monkeypatch):
     found = []
     for model in models:
         model.prefixes.copy_(torch.arange(64) // 2 - 1)
-        context = model.training_context(64, CPU, torch.float32, cfg.stages()[0])
+        context = model.context(64, CPU, torch.float32, cfg.stages()[0])
         model.update_context(context, 0.0)
         loss = model(tokens, targets, context) * 16
         found.append((loss.item(), torch.autograd.grad(loss, [*model.parameters()], materialize_grads=True)))
@@ -405,7 +405,7 @@ def test_scales_follow_the_last_micro_step():
     cfg = small(fp8="all")
     model = randomised(cfg, train_gpt.choose_kernels(cfg, False, lambda line: None))
     optimizer = cfg.optimizer()(model, cfg)
-    context = model.training_context(64, CPU, torch.float32, cfg.stages()[2])
+    context = model.context(64, CPU, torch.float32, cfg.stages()[2])
     first = model.scales.values.detach().clone()
     assert [448 * x for x in first[5].tolist()] == pytest.approx([8, 16, 1])
     inputs = []

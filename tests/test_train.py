@@ -348,7 +348,7 @@ def test_the_warmup_leaves_the_init_and_no_trace(tiny_data):
     init_parameters(model, cfg.seed)
     optimizer = cfg.optimizer()(model, cfg)
     run = fake_run(cfg, model, data, team, micro=16, optimizer=optimizer)
-    context = model.training_context(cfg.train_seq_len, team.device, torch.float32, cfg.stages()[0])
+    context = model.context(cfg.train_seq_len, team.device, torch.float32, cfg.stages()[0])
     for _ in range(6):      # until no momentum or second moment is zero
         train_gpt.train_step(model, optimizer, loader.next(cfg.train_batch_tokens), 16, context, 1,
                              train_gpt.Schedule(1.0, 0.9))

@@ -347,7 +347,7 @@ def step_function(trainer: ModuleType, run: Run, stage: Stage | None = None) -> 
     schedule = trainer.Schedule(1.0, cfg.muon_momentum)
 
     def step(batch: Batch) -> None:
-        context = run.model.training_context(stage.row_tokens, run.team.device, run.team.dtype, stage)
+        context = run.model.context(stage.row_tokens, run.team.device, run.team.dtype, stage)
         batch = (*batch, *run.model.candidates(*batch))
         trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, stage.loss_factor, schedule)
 
@@ -433,7 +433,7 @@ def recorded_calls(run: Run, stage: Stage, tokens: Tensor,
     kernels = run.model.kernels
     attended: list[Call] = []
     losses: list[tuple[Any, ...]] = []
-    context = model.training_context(tokens.size(1), run.team.device, run.team.dtype, stage)
+    context = model.context(tokens.size(1), run.team.device, run.team.dtype, stage)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: LazyMask | None) -> Tensor:
         note(q, k, v, mask)

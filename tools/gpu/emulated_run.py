@@ -170,7 +170,7 @@ class Machine:
         dtype = self.team.dtype if self.team.on_gpu else torch.float32
         inputs = tokens[:, :-1].contiguous().to(device)
         targets = tokens[:, 1:].contiguous().to(device)
-        context = self.model.training_context(inputs.size(1), device, dtype, stage)
+        context = self.model.context(inputs.size(1), device, dtype, stage)
         self.model.update_context(context, stage.begins)
         loss = self.loss(inputs, targets, context, *self.model.candidates(inputs, targets))
         names = [name for bank in self.optimizer.banks for name in bank.names]

@@ -632,7 +632,7 @@ def train_steps(subject: Subject, run: Run, loss_fn: Callable[..., Tensor], step
     run.loader.position = 0
     cfg = run.cfg
     stage = cfg.stages()[0]
-    context = run.model.training_context(stage.row_tokens, run.team.device, run.team.dtype, stage)
+    context = run.model.context(stage.row_tokens, run.team.device, run.team.dtype, stage)
     losses = []
     for step in range(steps):
         batch = run.loader.next(stage.batch_tokens, stage.row_tokens // cfg.train_seq_len, stage.doc_len)

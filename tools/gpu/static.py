@@ -514,7 +514,7 @@ class Subject:
         T = stage.row_tokens
         tokens = stage.batch_tokens
         rows = tokens // T // run.team.world_size
-        context = run.model.training_context(T, run.team.device, run.team.dtype, stage)
+        context = run.model.context(T, run.team.device, run.team.dtype, stage)
         batch = [torch.zeros((rows, T), dtype=torch.int64, device=run.team.device) for _ in range(2)]
         if hasattr(run.model, "candidates"):
             batch += run.model.candidates(*batch)

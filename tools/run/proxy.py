@@ -413,7 +413,7 @@ def proxy_seconds(cfg: Config, env: Mapping[str, str]) -> float:
     stage = cfg.stages()[-1]
     rows = stage.batch_tokens // stage.row_tokens
     tokens = torch.randint(cfg.vocab_size, (rows, stage.row_tokens), device=team.device)
-    context = model.training_context(stage.row_tokens, team.device, team.dtype, stage)
+    context = model.context(stage.row_tokens, team.device, team.dtype, stage)
     times = []
     for step in range(3):
         began = time.perf_counter()

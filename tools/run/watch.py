@@ -48,7 +48,7 @@ STAGES = {
 QUIET = re.compile(
     r"data: (?!no |not )|parameters:|matmul |world_size:|collectives:|limits:|stage table:| {3,}\d+ |"
     r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|warmup before|setup:|"
-    r"step:\d+/\d+ train_loss|val_part |(counting )?n-grams|first values of |stopping_early:|evaluating |"
+    r"step:\d+/\d+ train_loss|val_part |(counting )?n-grams|init of |stopping_early:|evaluating |"
     r"Serialized |Code size:|Total submission|peak memory|scoring the artifact|final_| *[a-z_]+  \S")
 SLOWER = 1.15       # times the record's seconds: from there on a line says so
 
