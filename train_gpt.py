@@ -1492,8 +1492,7 @@ def read_file(path: Path) -> dict:
         require(not zipfile.ZipFile(file).testzip(), "a checksum is wrong", ValueError)
         if file is not path:
             file.seek(0)
-        # ranks of a host share the pages of a mapped file
-        return torch.load(file, "cpu", weights_only=True, mmap=file is path)
+        return torch.load(file, "cpu", weights_only=True)
     except Exception as error:  # a damaged file may raise anything
         raise Refused(f"{path.name} is damaged or not from this trainer ({brief(error)})") from None
 
