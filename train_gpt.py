@@ -69,7 +69,7 @@ class Refused(Exception):
 Logger = Callable[..., None]  # log(*lines)
 Kernel = Callable[..., Tensor]  # a function of tensors that has fast versions: linear(), attention
 Cap = tuple[float, float, float]  # cap, shift and width of softcap()
-Mask: TypeAlias = Tensor | BlockMask | None  # what a function of Kernels.window_mask returns
+Mask: TypeAlias = Tensor | BlockMask | None  # what WindowKernels.window_mask returns
 RowLosses = Callable[..., tuple[Tensor, Tensor]]  # row_losses() or its faster version
 Scales: TypeAlias = tuple[float | Tensor | None, ...]  # of fp8 tensors; None: by the maximum
 
@@ -102,7 +102,7 @@ class Config:
         stages() -> [Stage], the table of stages
         parameter_table() -> {kind: Row}, one row for each kind of parameter
         packer(data, loader), whose plan() says which tokens make a row: see Spans
-        make_model(kernels) -> Model, its parameters not yet filled
+        make_model() or make_model(kernels) -> Model, its parameters not yet filled
         muon_step(state, hyper) and adam_step(state, hyper): update weights and moments in place
         schedule(step, progress) -> Schedule: learning rate, momentum and decay of a step
         quantize(row, w, ...) -> int8 (R, C) and fp16 scales (R,) of a matrix (R, C)
@@ -179,14 +179,9 @@ class Config:
         data, team, log) that returns its part of the result."""
         return []
 
-    def fast_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
-        """{field of Kernels: function}: the loss and, besides attention, other fast kernels."""
-        return dict(loss=fused_loss)
-
-    def attention_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
-        """{field of Kernels: function} of attention and its masks; {}: torch's attention to all tokens
-        before."""
-        return {}
+    def kernels(self, on_gpu: bool, log: Logger) -> "Kernels":
+        """The fastest kernels on this device. Raises Refused if fp8 was asked for and is not possible."""
+        return Kernels()
 
     def pack(self, run: "Run") -> bytes:
         """The artifact of run.model."""
@@ -399,26 +394,24 @@ def plain_window(window: int, T: int, device: torch.device, by_document: bool = 
     documents."""
     return window
 
-class Kernels(NamedTuple):
-    """Functions that have faster versions in section 11. None: the model uses its own readable version, if
-    it needs one (Model.readable)."""
+@dataclass(frozen=True)
+class Kernels:
+    """Functions of a model that have faster versions; these are the readable ones."""
     linear: Kernel = linear  # in the blocks
     head_linear: Callable = linear
     loss: Callable = lm_loss
-    attention: Callable | None = None
-    window: Callable | None = None
-    window_mask: Callable | None = None
-    # each of these is used by one recipe
-    qkv: Callable | None = None  # query, key and value in one product
-    mlp: Callable | None = None  # an MLP whose fp8 version has delayed scales
-    mlp_scales: Callable | None = None
-    losses: Callable | None = None  # token_losses(), for tiny
+    attention: Callable = causal_attention
 
-WINDOWED: dict = dict(attention=attention, window=plain_window, window_mask=window_mask)  # readable versions
+@dataclass(frozen=True)
+class WindowKernels(Kernels):
+    """Those of a model whose attention has windows or stays within documents."""
+    attention: Callable = attention
+    window: Callable = plain_window
+    window_mask: Callable = window_mask
 
 def kernel_windows(cfg: Any, kinds: Sequence[str], stage: "Stage | None", T: int, device: torch.device,
                    window: Callable[..., int | Tensor], by_document: bool = False) -> dict:
-    """{L or S: its window in rows of T tokens} for the kinds that layers have. window: Kernels.window."""
+    """{L or S: its window in rows of T tokens} for the kinds that layers have. window: from WindowKernels."""
     sizes = cfg.windows(stage, T)
     windows = {}
     if "L" in kinds:
@@ -430,7 +423,7 @@ def kernel_windows(cfg: Any, kinds: Sequence[str], stage: "Stage | None", T: int
 def layer_masks(windows: dict[str, int | Tensor], tokens: Tensor, documents: Tensor | None,
                 kernel: Kernel) -> dict[str, Mask]:
     """{L or S: mask for tokens (B, T)}, one for each window from kernel_windows(). documents (B, T): the
-    number of each token's document, or None. kernel: Kernels.window_mask."""
+    number of each token's document, or None. kernel: WindowKernels.window_mask."""
     masks = {}
     for kind, window in windows.items():
         masks[kind] = kernel(window, tokens.size(1), documents, tokens.device)
@@ -517,7 +510,7 @@ def project_heads(x: Tensor, head_dim: int, product: Kernel, *matrices: Tensor) 
 
 def attend_heads(q: Tensor, k: Tensor, v: Tensor, mask: Any, kernel: Kernel) -> Tensor:
     """Attention on heads as the projections give them: q (B, T, H, D), already scaled, k and v (B, T, KV, D)
-    -> (B, T, H, D). kernel: Kernels.attention. mask: from Kernels.window_mask, or None."""
+    -> (B, T, H, D). kernel: Kernels.attention. mask: from WindowKernels.window_mask, or None."""
     return kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2)
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -548,14 +541,9 @@ class Model(nn.Module):
     """The interface of a recipe's model. Subclasses also set cfg (the recipe's constants), embed and head
     ((V, C); the same parameter if tied) and blocks."""
     trained_on: dict | None = None  # what identifies its data, see check_same_data(); None: unknown
-    # {field of Kernels: the readable function, where no other is chosen}
-    readable: dict = dict(attention=causal_attention)
 
     def use(self, kernels: Kernels) -> None:
         """From now on the model computes with these kernels."""
-        for name, function in self.readable.items():
-            if getattr(kernels, name) is None:
-                kernels = kernels._replace(**{name: function})
         for module in (self, *self.blocks):
             module.kernels = kernels
 
@@ -1511,7 +1499,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu",
     require(not unknown, f"{Path(path).name}: {shape['preset']} here has no {', '.join(unknown)}")
     # one row per step, because the file's row length may not divide any other batch
     cfg = replace(base, **shape, train_batch_tokens=shape["train_seq_len"])
-    model = cfg.make_model(Kernels())
+    model = cfg.make_model()
     model.trained_on = payload.get("data")
     for name, p in model.named_parameters():
         scale = tensors.pop(f"{name}.scale", None)
@@ -1595,7 +1583,7 @@ def restore_run(run: "Run", checkpoint: dict[str, Any]) -> None:
 
 # ---------- 11 fast kernels
 # Each has the signature of what it replaces and is compared with it by a test. docs/first_gpu.md says which
-# have run on a GPU; gains on a CPU are in docs/log.md. choose_kernels() decides, before compiling.
+# have run on a GPU; gains on a CPU are in docs/log.md. A recipe's kernels() decides, before compiling.
 FLEX_BLOCK = 128  # tokens that flex attention computes or skips together
 FLEX_OPTIONS: dict = {}  # its kernel_options, such as USE_TMA=True: ./run.sh gpu-report times them
 E4M3_MAX = 448  # the largest number of float8_e4m3fn
@@ -1810,8 +1798,8 @@ def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | No
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return attention(q, k, v, mask)
 
-def window_attention(cfg: Config, on_gpu: bool, log: Logger) -> dict[str, Callable]:
-    """Kernels of attention with windows, or that stays in a document."""
+def window_attention(on_gpu: bool, log: Logger) -> dict[str, Callable]:
+    """{field of WindowKernels: the fastest function on this device} of attention."""
     if not on_gpu:
         return dict(attention=cpu_attention)
     log("attention: flex; torch's where every token sees all tokens before it")
@@ -1988,10 +1976,6 @@ def fast_loss(cfg: Any, on_gpu: bool, loss: Kernel,
     if on_gpu and row_losses and cfg.vocab_size >= LEAST_KERNEL_VOCABULARY:
         loss = partial(loss, row_losses=row_losses)
     return dict(loss=loss)
-
-def choose_kernels(cfg: Any, on_gpu: bool, log: Logger) -> Kernels:
-    """The fastest kernels on this device. Raises Refused if fp8 was asked for and is not possible."""
-    return Kernels(**cfg.fast_kernels(on_gpu, log), **cfg.attention_kernels(on_gpu, log))
 
 # ---------- 12 ranks and log
 COLLECTIVE_TIMEOUT = 600  # seconds after which a collective gives up: then a rank is gone or hangs
@@ -2459,7 +2443,7 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> Score:
     team = run.team
     # 1. model and optimizer
     with team.device:
-        run.model = cfg.make_model(choose_kernels(cfg, team.on_gpu, run.log))
+        run.model = cfg.make_model(cfg.kernels(team.on_gpu, run.log))
     run.model.trained_on = run.data.about
     make_optimizer = cfg.optimizer()
     run.optimizer = make_optimizer(run.model, cfg, team.rank, team.world_size,
@@ -2548,7 +2532,7 @@ def model_to_score(cfg: Any, given: dict[str, Any], team: Team, log: Log) -> tup
     for name, value in given.items():
         require(name not in of_model or value == getattr(cfg, name),
                 f"the model has {name}={show(getattr(cfg, name, ''))}: set the same")
-    model.use(choose_kernels(cfg, team.on_gpu, log)._replace(linear=linear, head_linear=linear))
+    model.use(replace(cfg.kernels(team.on_gpu, log), linear=linear, head_linear=linear))
     return model, cfg
 
 def run_once(argv: Sequence[str], env: Mapping, log: Log) -> None:
@@ -2897,13 +2881,12 @@ class Tiny(Staged):
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
-    attention_kernels = window_attention
+    def kernels(self, on_gpu: bool, log: Logger) -> "TinyKernels":
+        chosen = window_attention(on_gpu, log) | fast_loss(self, on_gpu, fused_loss, kernel_losses)
+        return TinyKernels(losses=fused_token_losses, **chosen)
 
-    def fast_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
-        return fast_loss(self, on_gpu, fused_loss, kernel_losses) | dict(losses=fused_token_losses)
-
-    def make_model(self, kernels: Kernels) -> Model:
-        return TinyModel(self, kernels)
+    def make_model(self, *kernels: "TinyKernels") -> Model:
+        return TinyModel(self, *kernels)
 
 MOST_BIGRAM_VOCAB = 4096  # largest vocab_size for bigram counts: their table takes 128 MiB
 
@@ -3510,6 +3493,11 @@ def score_part(model: Model, cfg: Tiny, data: "Data", team: "Team", log: Logger,
     log(f"val_part step:{step} val_loss:{loss:.4f}", kind="val_part", step=step, val_loss=loss)
     return {}
 
+@dataclass(frozen=True)
+class TinyKernels(WindowKernels):
+    """Tiny's functions that have faster versions."""
+    losses: Callable = token_losses
+
 class TinyContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple[Tensor, Tensor]  # cos and sin of every position, each (T, 1, head_dim / 2)
@@ -3575,9 +3563,7 @@ class TinyModel(CountingModel):
     """The embedding includes bigrams and candidates. The second half of the blocks adds the outputs of the
     first half in reverse order (U-Net). The output mixes the model's own next-token distribution with those
     of the memory."""
-    readable = WINDOWED
-
-    def __init__(self, cfg: Tiny, kernels: Kernels = Kernels()) -> None:
+    def __init__(self, cfg: Tiny, kernels: TinyKernels = TinyKernels()) -> None:
         super().__init__()
         V = cfg.vocab_size
         C = cfg.model_dim
@@ -3762,8 +3748,8 @@ class TinyModel(CountingModel):
             return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear)
         rows, shares, classes, matches = inputs
         x = self.activations(tokens, context, rows)
-        losses = self.kernels.losses or token_losses
-        own = -losses(x, self.head, targets, self.cfg.logit_softcap)  # log-probability of the target
+        # log-probability of the target
+        own = -self.kernels.losses(x, self.head, targets, self.cfg.logit_softcap)
         gates = self.gates(x, classes, matches)
         others = (gates[..., 1:].exp() * shares).sum(-1)
         mixture = torch.logaddexp(gates[..., 0] + own, (others + 1e-30).log())
@@ -3889,8 +3875,8 @@ class Golf(Config):
     def quantize(self, row: Row, w: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels, self.artifact_scale_floor)
 
-    def make_model(self, kernels: Kernels) -> Model:
-        return GolfModel(self, kernels)
+    def make_model(self, *kernels: Kernels) -> Model:
+        return GolfModel(self, *kernels)
 
 class GolfContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
@@ -4242,11 +4228,11 @@ class GolfPlus(Staged):
     def evaluations(self, step: int | None = None) -> list[Callable]:
         return [sliding_score] if self.eval_sliding and step is None else []
 
-    def fast_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
-        return fast_loss(self, on_gpu, fused_loss, kernel_losses)
+    def kernels(self, on_gpu: bool, log: Logger) -> Kernels:
+        return Kernels(**fast_loss(self, on_gpu, fused_loss, kernel_losses))
 
-    def make_model(self, kernels: Kernels) -> Model:
-        return GolfPlusModel(self, kernels)
+    def make_model(self, *kernels: Kernels) -> Model:
+        return GolfPlusModel(self, *kernels)
 
     def optimizer(self) -> "type[Optimizer]":
         return MeanOptimizer if self.ema_decay else Optimizer
@@ -4371,7 +4357,7 @@ def input_hessians(model: Model, cfg: Any, data: Data, team: "Team", batches: in
     context = model.context(T, team.device, team.dtype)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")  # TF32 is exact for bf16 inputs
-    model.use(kernels._replace(linear=record))
+    model.use(replace(kernels, linear=record))
     planned = math.ceil(batches / team.world_size)
     made = 0
     needed = 0.0  # seconds, with one more batch and the sums over ranks (at most as long as a batch)
@@ -4813,18 +4799,16 @@ class Speedrun(SpeedrunRecipe):
     def fp8_part(self, on_gpu: bool) -> str:
         return fp8_part(self, on_gpu)
 
-    def fast_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
-        if fp8_part(self, on_gpu, log) == "off":
-            return fast_loss(self, on_gpu, fused_loss, kernel_losses)
-        loss = partial(fp8_fused_loss, most=self.fp8_head_most)
-        chosen = fast_loss(self, on_gpu, loss, kernel_losses)
-        chosen["head_linear"] = partial(fp8_head, most=self.fp8_head_most)
-        return chosen
+    def kernels(self, on_gpu: bool, log: Logger) -> WindowKernels:
+        chosen = window_attention(on_gpu, log)
+        loss: Callable = fused_loss
+        if fp8_part(self, on_gpu, log) != "off":
+            chosen["head_linear"] = partial(fp8_head, most=self.fp8_head_most)
+            loss = partial(fp8_fused_loss, most=self.fp8_head_most)
+        return WindowKernels(**chosen, **fast_loss(self, on_gpu, loss, kernel_losses))
 
-    attention_kernels = window_attention
-
-    def make_model(self, kernels: Kernels) -> Model:
-        return SpeedrunModel(self, kernels)
+    def make_model(self, *kernels: WindowKernels) -> Model:
+        return SpeedrunModel(self, *kernels)
 
 class SpeedrunContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
@@ -4888,9 +4872,7 @@ class SpeedrunBlock(nn.Module):
 
 class SpeedrunModel(Model):
     """The blocks in order, each with its window; skip connections, and backout at the end."""
-    readable = WINDOWED
-
-    def __init__(self, cfg: Speedrun, kernels: Kernels = Kernels()) -> None:
+    def __init__(self, cfg: Speedrun, kernels: WindowKernels = WindowKernels()) -> None:
         super().__init__()
         V = cfg.vocab_size
         C = cfg.model_dim
@@ -5359,33 +5341,29 @@ class SpeedrunPlus(SpeedrunRecipe):
         """Further matrix dimensions for fp8_part() to check."""
         return [2 * self.num_heads * self.qk_dim, self.mlp_mult * self.model_dim]
 
-    def fast_kernels(self, on_gpu: bool, log: Logger) -> dict[str, Callable]:
+    def kernels(self, on_gpu: bool, log: Logger) -> "SpeedrunPlusKernels":
         """fp8 for lm_head, QKV and MLPs, each with its own switch."""
-        part = fp8_part(self, on_gpu, log, further=self.fp8_sides())
-        if part == "off":
-            return fast_loss(self, on_gpu, fused_loss, kernel_losses)
-        chosen: dict[str, Callable] = {}
+        fp8 = fp8_part(self, on_gpu, log, further=self.fp8_sides()) != "off"
+        chosen = window_attention(on_gpu, log)
         loss: Callable = fused_loss
-        if self.fp8_head:
+        if fp8 and self.fp8_head:
             chosen["head_linear"] = partial(fp8_head, most=self.fp8_head_most)
             loss = partial(fp8_fused_loss, most=self.fp8_head_most)
-        if self.fp8_qkv:
+        if fp8 and self.fp8_qkv:
             chosen["qkv"] = fp8_qkv
-        if self.fp8_mlp:
+        if fp8 and self.fp8_mlp:
             chosen["mlp"] = fp8_mlp
             chosen["mlp_scales"] = DelayedScales
             if on_gpu and self.triton_kernels and triton:
                 chosen["mlp"] = partial(fp8_mlp, transpose=kernel_transpose)
-        return chosen | fast_loss(self, on_gpu, loss, kernel_losses)
+        return SpeedrunPlusKernels(**chosen, **fast_loss(self, on_gpu, loss, kernel_losses))
 
     def check_data(self, data: "Data") -> None:
         if self.prefix_weight:
             texts_of_tokens(self, data.tokenizer)
 
-    attention_kernels = window_attention
-
-    def make_model(self, kernels: Kernels) -> Model:
-        return SpeedrunPlusModel(self, kernels)
+    def make_model(self, *kernels: "SpeedrunPlusKernels") -> Model:
+        return SpeedrunPlusModel(self, *kernels)
 
 def pair_rope_tables(T: int, frequencies: Tensor, device: torch.device,
                      dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -5543,7 +5521,7 @@ def unpair_heads(x: Tensor) -> Tensor:
 
 def pair_mask(window: int | Tensor, documents: Tensor, kernel: Kernel) -> object:
     """The mask of attend_in_pairs(). window: in places of rows of 2 T. documents (B, T): the number of each
-    token's document. kernel: Kernels.window_mask."""
+    token's document. kernel: WindowKernels.window_mask."""
     T = documents.size(1)
     return kernel(window, 2 * T, documents.repeat_interleave(2, 1), documents.device)
 
@@ -5807,6 +5785,13 @@ def no_scales(layers: int) -> None:
     """In place of DelayedScales: unscaled_mlp() needs none."""
     return None
 
+@dataclass(frozen=True)
+class SpeedrunPlusKernels(WindowKernels):
+    """The functions of speedrun_plus that have faster versions."""
+    qkv: Callable = qkv_linear
+    mlp: Callable = unscaled_mlp
+    mlp_scales: Callable = no_scales
+
 class SpeedrunPlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
     rope: tuple[Tensor, Tensor]  # cos and sin of every position, each (T, 1, qk_dim / 4)
@@ -5872,9 +5857,7 @@ class SpeedrunPlusBlock(nn.Module):
 
 class SpeedrunPlusModel(SeveralTargets):
     """The residual stream through the layers; the last one and the output mix earlier streams by MUDD."""
-    readable = WINDOWED | dict(qkv=qkv_linear, mlp=unscaled_mlp, mlp_scales=no_scales)
-
-    def __init__(self, cfg: SpeedrunPlus, kernels: Kernels = Kernels()) -> None:
+    def __init__(self, cfg: SpeedrunPlus, kernels: SpeedrunPlusKernels = SpeedrunPlusKernels()) -> None:
         super().__init__(cfg)
         V = cfg.vocab_size
         C = cfg.model_dim
@@ -5986,7 +5969,7 @@ def parameter_counts(cfg: Any) -> Counter:
     counts = Counter()
     table = cfg.parameter_table()
     with torch.device("meta"):
-        for name, p in cfg.make_model(Kernels()).named_parameters():
+        for name, p in cfg.make_model().named_parameters():
             counts[table[kind_of(name)].group] += p.numel()
     return counts
 
@@ -6358,7 +6341,6 @@ class GPT2Recipe(Staged):
         return cfg
 
     packers = dict(best_fit=BestFit, rows=Rows)
-    attention_kernels = window_attention
 
     def stages(self: Any) -> list[WindowStage]:
         row = WindowStage(0.0, self.train_batch_tokens, self.train_seq_len)
@@ -6381,12 +6363,13 @@ class GPT2Recipe(Staged):
     def fp8_part(self: Any, on_gpu: bool) -> str:
         return fp8_part(self, on_gpu)
 
-    def fast_kernels(self: Any, on_gpu: bool, log: Logger) -> dict[str, Callable]:
-        if fp8_part(self, on_gpu, log) == "off":
-            return fast_loss(self, on_gpu, fused_loss, kernel_losses)
-        loss = partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
-        chosen = fast_loss(self, on_gpu, loss, kernel_losses)
-        return chosen | dict(linear=fp8_linear, head_linear=fp8_linear)
+    def kernels(self: Any, on_gpu: bool, log: Logger) -> WindowKernels:
+        chosen = window_attention(on_gpu, log)
+        loss: Callable = fused_loss
+        if fp8_part(self, on_gpu, log) != "off":
+            chosen |= dict(linear=fp8_linear, head_linear=fp8_linear)
+            loss = partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
+        return WindowKernels(**chosen, **fast_loss(self, on_gpu, loss, kernel_losses))
 
     def check_data(self: Any, data: "Data") -> None:
         check_core(self, data)
@@ -6418,8 +6401,6 @@ class GPT2BaseBlock(nn.Module):
 
 class GPT2BaseModel(Model):
     """A model of such blocks, with windows."""
-    readable = WINDOWED
-
     def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
                 stage: WindowStage | None = None) -> GPT2Context:
         cfg = self.cfg
@@ -6546,8 +6527,8 @@ class GPT2(GPT2Recipe):
         return Schedule(lr=1 - done + self.lr_floor * done, decay=1 - progress,
                         momentum=momentum_at(self, warmup))
 
-    def make_model(self, kernels: Kernels) -> Model:
-        return GPT2Model(self, kernels)
+    def make_model(self, *kernels: WindowKernels) -> Model:
+        return GPT2Model(self, *kernels)
 
 class GPT2Block(GPT2BaseBlock):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
@@ -6582,7 +6563,7 @@ class GPT2Block(GPT2BaseBlock):
 
 class GPT2Model(GPT2BaseModel):
     """The blocks in order, each with its window and its value embedding."""
-    def __init__(self, cfg: GPT2, kernels: Kernels = Kernels()) -> None:
+    def __init__(self, cfg: GPT2, kernels: WindowKernels = WindowKernels()) -> None:
         super().__init__()
         V = cfg.vocab_size
         C = cfg.model_dim
@@ -6764,8 +6745,8 @@ class GPT2Plus(GPT2Recipe):
             momentum += (self.muon_momentum_end - momentum) * done
         return Schedule(lr, momentum, decay=(1 + math.cos(math.pi * progress)) / 2)
 
-    def make_model(self, kernels: Kernels) -> Model:
-        return GPT2PlusModel(self, kernels)
+    def make_model(self, *kernels: WindowKernels) -> Model:
+        return GPT2PlusModel(self, *kernels)
 
 class GPT2PlusBlock(GPT2BaseBlock):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
@@ -6801,7 +6782,7 @@ class GPT2PlusBlock(GPT2BaseBlock):
 
 class GPT2PlusModel(GPT2BaseModel):
     """The blocks in order, each with its window and its value embedding."""
-    def __init__(self, cfg: GPT2Plus, kernels: Kernels = Kernels()) -> None:
+    def __init__(self, cfg: GPT2Plus, kernels: WindowKernels = WindowKernels()) -> None:
         super().__init__()
         V = cfg.vocab_size
         C = cfg.model_dim

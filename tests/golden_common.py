@@ -38,7 +38,7 @@ kind_of = train_gpt.kind_of
 
 
 def make_model(cfg):
-    return cfg.make_model(train_gpt.Kernels())
+    return cfg.make_model()
 
 
 def full_size_shapes(cfg):

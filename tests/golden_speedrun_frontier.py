@@ -553,7 +553,7 @@ def test_frontier_sizes(speedrun_frontier):
         bigram_rows=cfg.bigram_rows, sign_rows=cfg.bigram_sign_rows, dc_window=cfg.dc_window)
     assert ours == {name: size[name] for name in ours}
     with torch.device("meta"):
-        model = cfg.make_model(train_gpt.Kernels())
+        model = cfg.make_model()
     counts = dict.fromkeys(size["parameters"], 0)
     places = {"query": "query+key", "key": "query+key", "value": "value+attn_proj",
               "attn_proj": "value+attn_proj", "fc": "mlp", "mlp_proj": "mlp"}
@@ -582,7 +582,7 @@ def test_frontier_first_values_optimizers_and_rates(speedrun_frontier):
     rows = parameter_rows(cfg)
     table = cfg.parameter_table()
     with torch.device("meta"):
-        model = cfg.make_model(train_gpt.Kernels())
+        model = cfg.make_model()
     shapes = {train_gpt.kind_of(name): p.shape for name, p in model.named_parameters()}
     # as init_parameters() draws them, for small parameters only
     values = {name: torch.full(p.shape, float(table[train_gpt.kind_of(name)].scale))

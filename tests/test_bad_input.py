@@ -38,7 +38,7 @@ def workplace(tiny_data, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def artifact(tiny_data):
     """Bytes of an artifact of TOY's shape with random weights."""
-    model = toy_config(tiny_data, vocab_size=512).make_model(train_gpt.Kernels())
+    model = toy_config(tiny_data, vocab_size=512).make_model()
     helpers.init_parameters(model, 0)
     return zlib.compress(train_gpt.pack_artifact(model))
 
@@ -252,7 +252,7 @@ def test_bad_artifacts(case, artifact, tmp_path, monkeypatch, capsys):
 
 def test_a_mistake_in_a_recipe_is_not_called_a_damaged_file(artifact, tmp_path, monkeypatch, capsys):
     """Who writes a recipe gets the traceback of the mistake."""
-    def make_model(cfg, kernels):
+    def make_model(cfg, *kernels):
         raise AttributeError("no attribute of this name")
 
     monkeypatch.chdir(tmp_path)

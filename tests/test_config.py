@@ -369,7 +369,7 @@ def test_the_four_sizes_can_each_be_set_alone(preset, name):
         assert getattr(cfg, name) == value and {*overrides(cfg)} <= {name, *follow}
         with torch.device("meta"):
             cfg = dataclasses.replace(cfg, vocab_size=cfg.vocab_size or 1024)
-            model = cfg.make_model(train_gpt.Kernels())
+            model = cfg.make_model()
         assert len(model.blocks) == cfg.num_layers and model.embed.size(1) == cfg.model_dim
 
 

@@ -324,7 +324,7 @@ MODELS = {  # (preset, constants)
 
 def random_model(cfg, seed):
     """First values, and noise on every parameter."""
-    model = cfg.make_model(train_gpt.Kernels())
+    model = cfg.make_model()
     generator = torch.Generator().manual_seed(seed)
     init_parameters(model, seed)
     with torch.no_grad():
@@ -388,7 +388,7 @@ def test_picks_equal_the_reference(toy, bundle, name):
 def test_picks_of_equal_losses(toy, bundle):
     """A zero lm_head finds all tokens alike: the first option with a span wins, no word is right. The model
     is left as it was."""
-    model = toy.cfg.make_model(train_gpt.Kernels())
+    model = toy.cfg.make_model()
     init_parameters(model, 0)
     model.head.data.zero_()
     before = [p.detach().clone() for p in model.parameters()]

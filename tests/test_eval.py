@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def randomised(cfg, seed=0):
     """A model with no parameter at zero: first values would hide half of the arithmetic."""
-    model = cfg.make_model(train_gpt.Kernels())
+    model = cfg.make_model()
     generator = torch.Generator().manual_seed(seed)
     table = cfg.parameter_table()
     for name, p in model.named_parameters():
@@ -131,7 +131,7 @@ def test_evaluate_equals_reference(toy, settings, tokens, monkeypatch):
 def test_score_of_a_uniform_guess(toy):
     """Zero lm_head: every token has probability 1/512, whatever the text. Nothing is drawn or changed."""
     cfg = replace(toy.cfg, mixture=False)
-    model = cfg.make_model(train_gpt.Kernels())
+    model = cfg.make_model()
     init_parameters(model, 0)
     before = [p.detach().clone() for p in model.parameters()]
     state = torch.get_rng_state()
@@ -266,7 +266,7 @@ def test_a_file_of_rows_that_do_not_divide_the_batch(preset, tmp_path):
                   train_seq_len=100, train_batch_tokens=600, **more)
     train_gpt.check_config(cfg)
     assert own.train_batch_tokens % 100
-    model = cfg.make_model(train_gpt.Kernels())
+    model = cfg.make_model()
     path = tmp_path / "model.ptz"
     init_parameters(model, 0)
     path.write_bytes(zlib.compress(pack_artifact(model)))

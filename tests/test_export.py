@@ -23,7 +23,7 @@ def save(path, **settings):
     """final_model.pt of a model with made-up weights, none of which is 0 or 1."""
     tables = {} if "PRESET" in settings else dict(BIGRAM_ROWS="4096", COUNT_BITS="14")
     cfg = train_gpt.load_config(dict(VOCAB_SIZE="512", BOS_ID="1") | tables | settings)
-    model = cfg.make_model(train_gpt.Kernels())
+    model = cfg.make_model()
     init_parameters(model, 7)
     generator = torch.Generator().manual_seed(7)
     if model.state():

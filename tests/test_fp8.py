@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import train_gpt
 from helpers import init_parameters, toy_of
 from test_kernels import SMALL
-from train_gpt import (RECIPES, Kernels, Refused, fp8_head, fp8_linear, linear, preset_config, scaled_mm,
+from train_gpt import (RECIPES, Refused, WindowKernels, fp8_head, fp8_linear, linear, preset_config,
+                       scaled_mm,
                        to_fp8)
 
 E4M3 = torch.float8_e4m3fn
@@ -207,8 +208,8 @@ def choose(part, on_gpu=False, **settings):
     """(products of the blocks and of the head, what each line in the log says that fp8 is)"""
     lines = []
     cfg = replace(preset_config(PRESETS[part]), **settings)
-    kernels = train_gpt.choose_kernels(cfg, on_gpu, lines.append)
-    products = tuple(getattr(product, "func", product) for product in kernels[:2])
+    kernels = cfg.kernels(on_gpu, lines.append)
+    products = tuple(getattr(product, "func", product) for product in (kernels.linear, kernels.head_linear))
     return products, [re.search(r" is (\w+)", line)[1] for line in lines if line.startswith("fp8")]
 
 
@@ -217,7 +218,7 @@ def test_the_scales_of_speedrun_plus():
     cfg = replace(preset_config("speedrun_plus"), fp8="all")
     most = cfg.fp8_head_most
     assert train_gpt.head_scales(768, 10, most) == (100 / 448, 1.6 / 448, 0.75 / 448 / 10)
-    head = train_gpt.choose_kernels(cfg, False, print).head_linear
+    head = cfg.kernels(False, print).head_linear
     x = torch.ones(16, 16, requires_grad=True)
     weight = torch.full((16, 16), 1.5)
     assert head(x, weight).mean().item() == pytest.approx(24, rel=0.1)
@@ -276,7 +277,8 @@ def test_sides_that_are_no_multiples_of_16(settings, part, capability):
 def test_training_is_near_fp32_and_evaluation_is_fp32(fp8, calls):
     small = dict(speedrun=dict(num_layers=8), gpt2=dict(num_layers=2, depth=0))[PRESETS[fp8]]
     cfg = RECIPES[PRESETS[fp8]](**SMALL | small)
-    models = [cfg.make_model(Kernels(*choose(fp8, fp8=fp8)[0])), cfg.make_model(Kernels())]
+    products = choose(fp8, fp8=fp8)[0]
+    models = [cfg.make_model(WindowKernels(*products)), cfg.make_model()]
     for model in models:
         init_parameters(model, 0)
         for p in model.parameters():

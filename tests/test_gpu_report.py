@@ -586,7 +586,7 @@ def test_a_slow_kernel_is_named_with_what_to_set(measured, tmp_path):
     trainer = planted(tmp_path, kernel, slow + "cpu_attention = slow\n")
     found = measured(trainer, "alternatives")
     named = [text for verdict, text in found if verdict == "set"]
-    assert len(named) == 2 and all("attention_kernels" in text and "gains" in text for text in named), found
+    assert len(named) == 2 and all("window_attention" in text and "gains" in text for text in named), found
 
 
 def test_a_pause_on_the_clock_is_named(measured, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_gpt
 from helpers import SCRIPT, TOY, fake_run, init_parameters, toy_config
 from train_gpt import (
-    RECIPES, Kernels, attention, choose_kernels, linear, lm_loss, preset_config, window_mask)
+    RECIPES, attention, linear, lm_loss, preset_config, window_mask)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = dict(vocab_size=512, train_seq_len=64, train_batch_tokens=64, model_dim=32, num_heads=2)
@@ -127,7 +127,7 @@ def test_in_fp32_and_by_other_products_they_are_three():
 @pytest.mark.parametrize("preset", ["tiny", "golf", "golf_plus", "gpt2", "gpt2_plus", "speedrun"])
 def test_each_recipe_s_blocks_make_one_product_of_them(preset):
     cfg = toy_config("", preset)
-    model = cfg.make_model(Kernels())
+    model = cfg.make_model()
     init_parameters(model, 0)
     tokens = torch.arange(48).view(1, 48)
     counted = []
@@ -267,15 +267,17 @@ def test_no_cudnn_attention_with_a_mask(monkeypatch):
 
 
 @pytest.mark.parametrize("preset", RECIPES)
-def test_the_log_tells_which_attention_a_gpu_has(preset):
+def test_the_log_tells_which_attention_a_gpu_has(preset, monkeypatch):
     """golf and golf_plus have torch's, which needs no line."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     lines = []
-    chosen = preset_config(preset).attention_kernels(True, lines.append)
+    chosen = preset_config(preset).kernels(True, lines.append)
+    told = [line for line in lines if line.startswith("attention")]
     if preset in ("golf", "golf_plus"):
-        assert lines == [] and chosen == {}
+        assert told == [] and chosen.attention is train_gpt.causal_attention
     else:
-        assert lines == ["attention: flex; torch's where every token sees all tokens before it"]
-        assert chosen["attention"] is train_gpt.gpu_attention
+        assert told == ["attention: flex; torch's where every token sees all tokens before it"]
+        assert chosen.attention is train_gpt.gpu_attention
 
 
 @pytest.mark.parametrize("window, T, compiled", [(torch.tensor(100), 512, False), (100, 500, True),
@@ -414,13 +416,9 @@ def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, i
     if fp8:
         cfg = replace(cfg, fp8=fp8)
     own = {"kernel", "width"}   # of readable functions, which no recipe gives through its kernels
-    fast = choose_kernels(cfg, on_gpu, lambda line: None)
-    readable = train_gpt.SpeedrunPlusModel.readable | dict(losses=train_gpt.token_losses)
-    if preset == "golf":
-        readable |= train_gpt.GolfModel.readable
-    plain = Kernels(**readable)
-    for name, mine, readable in zip(Kernels._fields, fast, plain):
-        mine = mine or readable
+    fast = cfg.kernels(on_gpu, lambda line: None)
+    for name, readable in vars(type(fast)()).items():
+        mine = getattr(fast, name)
         arguments = [argument for argument in inspect.signature(readable).parameters if argument not in own]
         found = inspect.signature(mine).parameters
         assert list(found)[:len(arguments)] == arguments, name
@@ -428,8 +426,8 @@ def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, i
         if mine is not readable:
             replaced.add(name)
     windows = {"window", "window_mask"} if on_gpu and preset != "golf" else set()
-    attention = set() if preset == "golf" else {"attention"}    # golf has torch's
-    assert replaced == in_fp8 | {"loss"} | attention | windows
+    others = set() if preset == "golf" else {"loss", "attention"}    # golf has torch's
+    assert replaced == in_fp8 | others | windows
 
 
 @pytest.mark.parametrize("triton, constant", [(None, True), (True, False)])
@@ -437,20 +435,22 @@ def test_without_triton_or_by_a_constant_the_loss_is_the_reference(triton, const
     monkeypatch.setattr(train_gpt, "triton", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     cfg = replace(preset_config("golf_plus"), triton_kernels=constant)
-    assert choose_kernels(cfg, True, lambda line: None).loss is lm_loss
+    assert cfg.kernels(True, lambda line: None).loss is lm_loss
 
 
-@pytest.mark.parametrize("preset, by_kernel", [("golf", False), ("golf_plus", True), ("speedrun", True)])
+@pytest.mark.parametrize("preset, by_kernel", [("tiny", False), ("golf_plus", True), ("speedrun", True)])
 def test_a_small_vocabulary_takes_the_loss_of_inductor(preset, by_kernel, monkeypatch):
-    """The least one that takes the kernel is a constant, by which toys can have it, too; golf has none."""
+    """The least one that takes the kernel is a constant, by which toys can have it, too. golf has lm_loss(),
+    which Inductor compiles."""
     monkeypatch.setattr(train_gpt, "triton", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert preset_config("golf").kernels(True, lambda line: None).loss is lm_loss
     cfg = preset_config(preset)
     if preset == "speedrun":
         cfg = replace(cfg, fp8="off")
-    for least, kernel in ((train_gpt.LEAST_KERNEL_VOCABULARY, by_kernel), (0, preset != "golf")):
+    for least, kernel in ((train_gpt.LEAST_KERNEL_VOCABULARY, by_kernel), (0, True)):
         monkeypatch.setattr(train_gpt, "LEAST_KERNEL_VOCABULARY", least)
-        loss = choose_kernels(cfg, True, lambda line: None).loss
+        loss = cfg.kernels(True, lambda line: None).loss
         assert getattr(loss, "func", loss) is train_gpt.fused_loss
         assert getattr(loss, "keywords", {}) == (dict(row_losses=train_gpt.kernel_losses) if kernel else {})
 
@@ -460,7 +460,7 @@ def test_compile_is_for_the_model_and_the_optimizer(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: ("compiled", function))
     for on in (False, True):
         cfg = RECIPES["golf"](**SMALL, num_kv_heads=1, compile=on)
-        model = cfg.make_model(Kernels())
+        model = cfg.make_model()
         run = fake_run(cfg, model)
         run.optimizer = cfg.optimizer()(model, cfg)
         train_gpt.compile_step(run)
@@ -498,8 +498,9 @@ def test_a_model_with_the_gpus_kernels_compiles_in_one_piece(preset, settings, m
     monkeypatch.setattr(train_gpt, "triton", None)      # no kernel runs on a CPU
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     cfg = RECIPES[preset](**SMALL | dict(train_seq_len=256, bos_id=1) | settings)
-    fast = choose_kernels(cfg, True, lambda line: None)._replace(linear=linear, head_linear=linear)
-    models = [cfg.make_model(Kernels()), cfg.make_model(fast)]
+    fast = cfg.kernels(True, lambda line: None)
+    fast = replace(fast, linear=linear, head_linear=linear)
+    models = [cfg.make_model(), cfg.make_model(fast)]
     for model in models:
         init_parameters(model, 0)
         torch.nn.init.normal_(model.head, 0, 0.1, generator=torch.Generator().manual_seed(0))

@@ -66,7 +66,7 @@ def described(cfg):
 
 
 def make_model(cfg):
-    return cfg.make_model(train_gpt.Kernels())
+    return cfg.make_model()
 
 
 def randomised(cfg, seed=0):
@@ -669,7 +669,7 @@ def test_what_a_model_reads_is_in_its_files(preset):
             return super().__getattribute__(name)
 
     object.__setattr__(cfg, "__class__", Recorded)
-    model = cfg.make_model(train_gpt.Kernels())
+    model = cfg.make_model()
     built = set(read)
     init_parameters(model, 0)  # learning rates, too
     read.clear()

@@ -161,7 +161,7 @@ def test_plain_is_plain():
     cfg = train_gpt.load_config(dict(PRESET="tiny", VOCAB_SIZE="512", **peers.PLAIN))
     table = cfg.parameter_table()
     rates = {train_gpt.kind_of(name): table[train_gpt.kind_of(name)].lr
-             for name, _ in cfg.make_model(train_gpt.Kernels()).named_parameters()}
+             for name, _ in cfg.make_model().named_parameters()}
     assert {kind for kind, rate in rates.items() if rate} == {
         "embed", "head", "query", "key", "value", "attn_proj", "fc", "mlp_proj"}
     assert {kind for kind, rate in rates.items() if not rate} == {

@@ -105,7 +105,7 @@ def test_the_head_is_the_embedding_first(go, whole):
 def test_tied_means_one_parameter():
     """Steps on gradients of both are those of Adam on their sum, its state too."""
     cfg = small(adam_every=1)
-    models = [cfg.make_model(train_gpt.Kernels()) for _ in range(2)]
+    models = [cfg.make_model() for _ in range(2)]
     for model in models:
         init_parameters(model, 3)
     assert torch.equal(models[0].embed, models[0].head)
@@ -130,7 +130,7 @@ def test_a_compiled_step_equals_the_eager_one(fp8, backend, one_thread):
     """Heads in pairs, dynamic attention, several targets whose weights change, fp8: losses and gradients; no
     new graph while only weights and scales change."""
     cfg = small(fp8=fp8)
-    kernels = train_gpt.choose_kernels(cfg, False, lambda line: None)
+    kernels = cfg.kernels(False, lambda line: None)
     model = randomised(cfg, kernels)
     tokens, targets = some_tokens()
     context = model.context(64, torch.device("cpu"), torch.float32, cfg.stages()[0])
@@ -168,7 +168,7 @@ def test_a_compiled_step_of_golf_plus_equals_the_eager_one(one_thread):
     cfg = train_gpt.replace(
         train_gpt.preset_config("golf_plus"), vocab_size=64, model_dim=32, num_heads=2, num_kv_heads=1,
         num_layers=4, loop_layers=(1, 2), train_seq_len=64, train_batch_tokens=128)
-    model = train_gpt.GolfPlusModel(cfg, train_gpt.choose_kernels(cfg, False, print))
+    model = train_gpt.GolfPlusModel(cfg, cfg.kernels(False, print))
     init_parameters(model, 0)
     for p in model.parameters():
         p.data += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
@@ -209,7 +209,7 @@ cfg = toy_config(sys.argv[1], "golf_plus", packing="rows", num_layers=2, loop_la
                  gptq_batches=int(sys.argv[2]))
 team = train_gpt.Team(cfg, os.environ)
 data = train_gpt.open_data(cfg, lambda *_: None)
-model = cfg.make_model(train_gpt.Kernels())
+model = cfg.make_model()
 init_parameters(model, 1)
 hessians = calibrated(cfg, model, data, team)
 if team.rank == 0:
@@ -244,7 +244,7 @@ def test_golf_plus_calibration_ends_in_time(seconds, cap, made, tiny_data, monke
     """With fewer batches, which the log says: it counts as training. Without a cap all runs are alike."""
     cfg = toy_config(tiny_data, "golf_plus", packing="rows", num_layers=1, loop_layers=(0,), gptq_batches=7,
                      gptq_seconds=seconds, max_wallclock_seconds=cap)
-    model = cfg.make_model(train_gpt.Kernels())
+    model = cfg.make_model()
     init_parameters(model, 1)
     data = train_gpt.open_data(cfg, lambda *_: None)
     batches = []
@@ -260,7 +260,7 @@ def test_golf_plus_calibration_ends_with_the_slowest_rank(tiny_data, monkeypatch
     """All ranks stop at the same batch, else one would wait for the others without end."""
     cfg = toy_config(tiny_data, "golf_plus", packing="rows", num_layers=1, loop_layers=(0,), gptq_batches=7,
                      gptq_seconds=1e6, max_wallclock_seconds=588.0)
-    model = cfg.make_model(train_gpt.Kernels())
+    model = cfg.make_model()
     init_parameters(model, 1)
     data = train_gpt.open_data(cfg, lambda *_: None)
     real = train_gpt.all_reduce
@@ -275,7 +275,7 @@ def test_golf_plus_rounds_on_the_device(tiny_data, monkeypatch):
     """Hessians stay where they were summed, and GPTQ goes there: on one core it takes minutes. As a CPU has
     no other device, tensors without numbers stand for those of a GPU."""
     cfg = toy_config(tiny_data, "golf_plus", packing="rows", num_layers=1, loop_layers=(0,), gptq_batches=1)
-    model = cfg.make_model(train_gpt.Kernels())
+    model = cfg.make_model()
     init_parameters(model, 1)
     data = train_gpt.open_data(cfg, lambda *_: None)
     real = train_gpt.all_reduce
@@ -300,7 +300,7 @@ def test_golf_plus_compresses_at_most_twice(monkeypatch):
     """Wider steps are found by the entropy of the rounded weights, as brotli takes half a minute."""
     cfg = preset_config("golf_plus", dict(num_layers=2, loop_layers=(0,), model_dim=128, num_heads=2,
                                           num_kv_heads=1, vocab_size=512, artifact_keep=1000, gptq_batches=0))
-    model = cfg.make_model(train_gpt.Kernels())
+    model = cfg.make_model()
     draw = torch.Generator().manual_seed(0)
     for p in model.parameters():        # heavy tails, so that steps twice as wide cost less than a bit
         p.data = torch.randn(p.shape, generator=draw) * torch.rand(p.shape, generator=draw) ** 3

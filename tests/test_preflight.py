@@ -1054,7 +1054,7 @@ def test_planned_bytes_of_normal_weights():
     cfg = train_gpt.replace(
         preset_config("golf_plus"), num_layers=2, model_dim=128, num_heads=2, num_kv_heads=1, vocab_size=1024,
         loop_layers=(0,), artifact_keep=4096, artifact_step=0.25, artifact_codec="zlib")
-    model = cfg.make_model(train_gpt.Kernels())
+    model = cfg.make_model()
     for name, value in train_gpt.init_parameters(model, 0).items():
         p = model.get_parameter(name)
         p.data.copy_(value)

@@ -265,7 +265,7 @@ def test_a_value_table_is_looked_up_once():
     cfg = preset_config("speedrun", dict(vocab_size=64, train_seq_len=16, train_batch_tokens=16, model_dim=16,
                                          num_heads=2, window_block=4, window_schedule=(8,), eval_window=8,
                                          seq_schedule=(1,), batch_schedule=(1,), stage_starts=(0.0,)))
-    model = cfg.make_model(train_gpt.Kernels())
+    model = cfg.make_model()
     init_parameters(model, 1)
     assert len(model.value_embeds) == 3 and sorted(model.tables)[-5:] == [1, 1, 2, 2, 3]
     tokens = torch.arange(16)[None]

@@ -13,7 +13,7 @@ import train_gpt
 from helpers import init_parameters, train_tokenizer
 from test_fp8 import E4M3, emulate
 from test_kernels import seen_by_each, two_rows
-from train_gpt import Kernels, Refused, load_config, preset_config, window_mask
+from train_gpt import Refused, SpeedrunPlusKernels, load_config, preset_config, window_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def small(**settings):
     return cfg
 
 
-def randomised(cfg, kernels=Kernels(), seed=0):
+def randomised(cfg, kernels=SpeedrunPlusKernels(), seed=0):
     """A model whose parameters all matter."""
     model = cfg.make_model(kernels)
     init_parameters(model, seed)
@@ -219,7 +219,7 @@ def test_the_stages():
 
 def test_the_prefix_table_is_built_from_the_tokenizer():
     cfg = small()
-    model = cfg.make_model(Kernels())
+    model = cfg.make_model()
     said = []
     assert (model.prefixes == -1).all()
     pieces = [b"a", b"ab", b"abc", b"b"]
@@ -231,7 +231,7 @@ def test_the_prefix_table_is_built_from_the_tokenizer():
     assert model.build(run, fresh=True)
     assert model.prefixes is table and table.tolist() == [-1, 0, 1] + [-1] * 61     # compiled steps hold it
     assert said == ["prefix tokens: 2 of 64 tokens have one"]
-    assert not small(prefix_weight=0.0).make_model(Kernels()).build(run, fresh=True)
+    assert not small(prefix_weight=0.0).make_model().build(run, fresh=True)
 
 
 # ---------------------------------------------------------------- constants that turn a part off
@@ -356,7 +356,7 @@ def test_fp8_qkv_equals_its_definition():
 def test_scores_are_exact_and_gradients_near(monkeypatch):
     """Without gradients fp8 is not used; with them losses and gradients are near those of fp32."""
     cfg = small(fp8="all")
-    kernels = train_gpt.choose_kernels(cfg, False, lambda line: None)
+    kernels = cfg.kernels(False, lambda line: None)
     assert (kernels.qkv, kernels.mlp) == (train_gpt.fp8_qkv, train_gpt.fp8_mlp)
     models = randomised(cfg, kernels), randomised(cfg)
     tokens, targets = some_tokens()
@@ -380,30 +380,32 @@ def test_scores_are_exact_and_gradients_near(monkeypatch):
 @pytest.mark.parametrize("part", ["fp8_head", "fp8_qkv", "fp8_mlp"])
 def test_each_part_of_fp8_is_a_constant(part, monkeypatch):
     off = {name: False for name in ("fp8_head", "fp8_qkv", "fp8_mlp")}
-    kernels = [train_gpt.choose_kernels(small(fp8="all", **off | {part: on}), False, lambda line: None)
+    kernels = [small(fp8="all", **off | {part: on}).kernels(False, lambda line: None)
                for on in (False, True)]
     fields = dict(fp8_head=["head_linear", "loss"], fp8_qkv=["qkv"], fp8_mlp=["mlp", "mlp_scales"])
-    changed = [name for name in Kernels._fields if getattr(kernels[0], name) != getattr(kernels[1], name)]
+    without, having = map(vars, kernels)
+    changed = [name for name in having if having[name] != without[name]]
     assert changed == fields[part]
-    assert kernels[0] == train_gpt.choose_kernels(small(fp8="auto-all"), False, lambda line: None)
+    assert kernels[0] == small(fp8="auto-all").kernels(False, lambda line: None)
 
 
 def test_fp8_is_off_where_the_gpu_cannot(monkeypatch):
     """By itself; a given one is refused. So are sides that are no multiples of 16."""
     for capability, able in (((8, 0), False), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        assert ("mlp_scales" in small().fast_kernels(True, print)) == able
+        scales = small().kernels(True, print).mlp_scales
+        assert scales is (train_gpt.DelayedScales if able else train_gpt.no_scales)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(Refused, match="8.9"):
-        small(fp8="all").fast_kernels(True, print)
+        small(fp8="all").kernels(True, print)
     with pytest.raises(Refused, match="multiples of 16"):
-        small(fp8="all", qk_dim=4, num_heads=2, model_dim=40).fast_kernels(False, print)
+        small(fp8="all", qk_dim=4, num_heads=2, model_dim=40).kernels(False, print)
 
 
 def test_scales_follow_the_last_micro_step():
     """1.25 times its largest magnitudes, but not below the floors; the step itself used those before."""
     cfg = small(fp8="all")
-    model = randomised(cfg, train_gpt.choose_kernels(cfg, False, lambda line: None))
+    model = randomised(cfg, cfg.kernels(False, lambda line: None))
     optimizer = cfg.optimizer()(model, cfg)
     context = model.context(64, CPU, torch.float32, cfg.stages()[2])
     first = model.scales.values.detach().clone()

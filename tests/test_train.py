@@ -14,7 +14,6 @@ import torch
 import fork_server
 import train_gpt
 from helpers import SCRIPT, TOY, fake_run, init_parameters, look, slow, toy_of, write_shard
-from train_gpt import Kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -344,7 +343,7 @@ def test_the_warmup_leaves_the_init_and_no_trace(tiny_data):
     team = train_gpt.Team(cfg, {})
     data = train_gpt.open_data(cfg)
     loader = train_gpt.Loader(cfg, data, team)
-    model = cfg.make_model(Kernels())
+    model = cfg.make_model()
     init_parameters(model, cfg.seed)
     optimizer = cfg.optimizer()(model, cfg)
     run = fake_run(cfg, model, data, team, micro=16, optimizer=optimizer)
@@ -360,7 +359,7 @@ def test_the_warmup_leaves_the_init_and_no_trace(tiny_data):
                 loader.position)
 
     before = elsewhere()
-    fresh = cfg.make_model(Kernels())
+    fresh = cfg.make_model()
     train_gpt.warm_up(run)
     assert run.loss_fn is model and before == elsewhere()
     init_parameters(fresh, cfg.seed)

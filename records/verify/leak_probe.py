@@ -131,7 +131,9 @@ def shortened(cfg: Any, row: int, step: int) -> Any:
 class RecipeScript(Script):
     """A script with RECIPES: its Config makes the model and knows the windows of stages and of scoring."""
     def new_model(self) -> Any:
-        return self.cfg.make_model(self.module.Kernels())
+        if hasattr(self.cfg, "kernels"):
+            return self.cfg.make_model()
+        return self.cfg.make_model(self.module.Kernels())  # scripts until 5c77bc0
 
     def windows(self) -> list[int]:
         """Sizes of all windows, of stages and of scoring; 0 where there are none."""

@@ -51,7 +51,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -105,7 +105,7 @@ def assemble(cfg: Config, trainer: ModuleType = train_gpt, team: Team | None = N
         return older_trainers.assemble(cfg, trainer, team, data, loader, log)
     run = trainer.Run(cfg, cfg, team, log, data, loader, "", Path(), micro_batch(cfg, team))
     with team.device:
-        run.model = cfg.make_model(trainer.choose_kernels(cfg, team.on_gpu, log))
+        run.model = cfg.make_model(cfg.kernels(team.on_gpu, log))
     make_optimizer = cfg.optimizer()
     run.optimizer = make_optimizer(run.model, cfg, team.rank, team.world_size,
                                    dtype=team.dtype if team.on_gpu else torch.float32, muon_dtype=team.dtype)
@@ -417,7 +417,8 @@ def forward_and_backward(function: Callable[..., Tensor], inputs: Sequence[Tenso
 
 
 class LazyMask(NamedTuple):
-    """Arguments of Kernels.window_mask: what is measured makes the mask itself, as a compiled step does."""
+    """Arguments of window_mask() and its versions: what is measured makes the mask itself, as a compiled step
+    does."""
     window: int | Tensor
     T: int
     documents: Tensor | None
@@ -447,7 +448,10 @@ def recorded_calls(run: Run, stage: Stage, tokens: Tensor,
         attended.append((block, args))
         return plain(*args)
 
-    model.use(kernels._replace(window_mask=LazyMask, attention=attention, loss=loss))
+    noting = dict(attention=attention, loss=loss)
+    if hasattr(kernels, "window_mask"):
+        noting["window_mask"] = LazyMask
+    model.use(replace(kernels, **noting))
     for block in model.blocks:
         block.attend = partial(attend, block, block.attend)
     with torch.no_grad():
@@ -703,7 +707,7 @@ def parameters_of(cfg: Config) -> list[tuple[Row, nn.Parameter]]:
     """[(Row, parameter)] of a model without values."""
     table = cfg.parameter_table()
     with torch.device("meta"):
-        model = cfg.make_model(train_gpt.Kernels())
+        model = cfg.make_model()
     return [(table[train_gpt.kind_of(name)], p) for name, p in model.named_parameters()]
 
 

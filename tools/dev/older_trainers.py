@@ -90,7 +90,7 @@ def step_function(trainer: ModuleType, run: Any, stage: Any = None) -> Callable[
     factor = stage.batch_tokens / cfg.loss_sum_ranks if cfg.loss_sum_ranks else 1
 
     def step(batch: tuple[Any, ...]) -> None:
-        context = run.model.context(stage.row_tokens, run.team.device, run.team.dtype, stage)
+        context = run.model.training_context(stage.row_tokens, run.team.device, run.team.dtype, stage)
         batch = (*batch, *run.model.candidates(*batch))
         trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, factor, *schedule)
 

@@ -152,9 +152,9 @@ class Machine:
         self.cfg = cfg = trainer.replace(cfg, vocab_size=cfg.vocab_size or 512, bos_id=1)
         self.team = trainer.Team(cfg, {})
         on_gpu = self.team.on_gpu
-        kernels = trainer.choose_kernels(cfg, True, lambda *_: None) if compiled else trainer.Kernels()
+        kernels = [cfg.kernels(True, lambda *_: None)] if compiled else []
         with self.team.device:
-            self.model = cfg.make_model(kernels)
+            self.model = cfg.make_model(*kernels)
         dtype = self.team.dtype if on_gpu else torch.float32
         make_optimizer = cfg.optimizer()
         self.optimizer = make_optimizer(self.model, cfg, dtype=dtype)

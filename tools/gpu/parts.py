@@ -654,7 +654,7 @@ def first_losses(subject: Subject, run: Run) -> None:
     compiled = train_steps(subject, run, run.loss_fn, LOSSES)
     report.doing(f"{LOSSES} eager steps")
     kernels = run.model.kernels
-    run.model.use(subject.trainer.Kernels())
+    run.model.use(type(run.model.kernels)())
     eager = train_steps(subject, run, run.model, LOSSES)
     run.model.use(kernels)
     if ON_STAND_IN:
@@ -714,7 +714,7 @@ def attention_options(subject: Subject, run: Run, call: Call) -> list[Option]:
         return trainer.attention(q, k, v, mask)
 
     if masked or not run.team.on_gpu:
-        found.append(Option("torch's", "leave attention_kernels out of the recipe", explicit))
+        found.append(Option("torch's", "leave window_attention() out of the recipe's kernels()", explicit))
     if not masked:
         for backend in (
             SDPBackend.CUDNN_ATTENTION,
@@ -883,7 +883,7 @@ def alternatives(
         row_losses = trainer.row_losses
         if not getattr(in_use, "keywords", {}).get("row_losses"):
             name = "by our kernel"
-            change = "a smaller LEAST_KERNEL_VOCABULARY, and kernel_losses in the recipe's fast_kernels()"
+            change = "a smaller LEAST_KERNEL_VOCABULARY, and kernel_losses in the recipe's kernels()"
             row_losses = trainer.kernel_losses
         other = partial(in_use, row_losses=row_losses)
         options.append(Option(name, change, partial(loss, function=other)))
@@ -1330,7 +1330,7 @@ def operators(subject: Subject, run: Run) -> None:
         run.team.wait()
     found += compiled.rows("compiled step")
     subject.report.send(operators=found)
-    run.model.use(subject.trainer.Kernels())
+    run.model.use(type(run.model.kernels)())
     with Recorder(device) as eager:
         train_steps(subject, run, run.model, 2)
         run.team.wait()

@@ -429,7 +429,10 @@ class Subject:
         self.run = run = SimpleNamespace(cfg=cfg, team=team, log=self.add_to_log, micro=micro)
         if older(trainer):
             self.run = run = trainer.Run(cfg, cfg, team, self.add_to_log, None, "", micro=micro)
-        run.kernels = trainer.choose_kernels(cfg, True, self.add_to_log)
+        if hasattr(cfg, "kernels"):
+            run.kernels = cfg.kernels(True, self.add_to_log)
+        else:  # until 5c77bc0
+            run.kernels = trainer.choose_kernels(cfg, True, self.add_to_log)
         for name in ("init_parameters", "first_values"):
             if hasattr(trainer, name):
                 setattr(trainer, name, lambda *_: {})
@@ -514,7 +517,8 @@ class Subject:
         T = stage.row_tokens
         tokens = stage.batch_tokens
         rows = tokens // T // run.team.world_size
-        context = run.model.context(T, run.team.device, run.team.dtype, stage)
+        make_context = getattr(run.model, "training_context", run.model.context)  # of trainers until 5c77bc0
+        context = make_context(T, run.team.device, run.team.dtype, stage)
         batch = [torch.zeros((rows, T), dtype=torch.int64, device=run.team.device) for _ in range(2)]
         if hasattr(run.model, "candidates"):
             batch += run.model.candidates(*batch)

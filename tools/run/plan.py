@@ -12,7 +12,7 @@ import torch
 
 from tools.run.machine import Machine
 from train_gpt import (
-    Config, Kernels, Layer, Stage, Staged, horizon_weights, kind_of, packed_tensors,
+    Config, Layer, Stage, Staged, horizon_weights, kind_of, packed_tensors,
     parameter_counts, planned_tokens, rows_at_once, stage_at, total_steps)
 
 CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (docs/log.md)
@@ -169,7 +169,7 @@ def planned_bytes(cfg: Any) -> int | None:
     table = cfg.parameter_table()
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
-        model = cfg.make_model(Kernels())
+        model = cfg.make_model()
         parameters = [(table[kind_of(name)], p.shape) for name, p in model.named_parameters()]
     sizes = {}
     for row, shape in dict.fromkeys(parameters):

@@ -37,7 +37,7 @@ import torch  # noqa: E402
 import train_gpt  # noqa: E402
 from train_gpt import (  # noqa: E402
     CHANNELS_PER_LAYER, GPT2, HEAD_DIM, REFERENCE_WIDTH, Config, GPT2Plus, Golf, GolfPlus, Refused, Schedule,
-    Speedrun, SpeedrunPlus, Team, choose_kernels, horizon_weights, init_parameters, load_config,
+    Speedrun, SpeedrunPlus, Team, horizon_weights, init_parameters, load_config,
     planned_tokens, preset_config, read_text, show, total_steps, train_step, typed)
 
 PROXY_DATA = "data/datasets/embedded"  # any prepared text will do
@@ -404,7 +404,7 @@ def proxy_seconds(cfg: Config, env: Mapping[str, str]) -> float:
     team = Team(cfg, env)
     if team.world_size > 1:
         raise Refused("--proxy without a width is for one process: give a width")
-    kernels = choose_kernels(cfg, team.on_gpu, lambda *lines: None)
+    kernels = cfg.kernels(team.on_gpu, lambda *lines: None)
     with team.device:
         model = cfg.make_model(kernels)
     optimizer = cfg.optimizer()(model, cfg, dtype=team.dtype if team.on_gpu else torch.float32,
