@@ -209,7 +209,8 @@ def test_a_word_that_is_no_preset_is_refused_once(machine, empty, capsys):
     refused, hint = err.splitlines()
     assert out == "" and refused.startswith("preflight: unknown argument bord")
     assert hint == "run.sh: ./run.sh help lists its commands"
-    assert prepare.main(["--matrix-lrr=1"], {}) == 2 and capsys.readouterr().err.count("\n") == 1
+    for words in (["--matrix-lrr=1"], ["golf", "--matrix-lrr=1"], ["MATRIX_LR=much"]):
+        assert prepare.main(words, {}) == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_micro_batch_is_that_of_preflight(machine, empty):

@@ -27,7 +27,7 @@ from tools.run.names import parse, trainer_flags  # noqa: E402
 from tools.run.preflight import Report, counts_its_script, preflight  # noqa: E402
 from tools.run.script import script  # noqa: E402
 from tools.run.surroundings import compiler_missing  # noqa: E402
-from train_gpt import Refused, brief, preset_config, require, typed  # noqa: E402
+from train_gpt import RECIPES, Refused, brief, preset_config, require, typed  # noqa: E402
 
 EMBEDDED = Path("data/datasets/embedded")  # what proxies train on, unless told otherwise
 
@@ -194,7 +194,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     except KeyboardInterrupt:
         return 130
     print(f"preflight: {why}", file=sys.stderr, flush=True)
-    if words.constants and not words.constants[0].startswith("-") and "=" not in words.constants[0]:
+    first = [*words.constants, "-"][0]
+    if first not in RECIPES and first[:1] != "-" and "=" not in first:
         print("run.sh: ./run.sh help lists its commands", file=sys.stderr, flush=True)
     return 2
 
