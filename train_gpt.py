@@ -118,6 +118,7 @@ class Config:
     compile: bool = option(True, "torch.compile the step; 0: eager")
     eval_from: str = option("", "artifact, final_model.pt or checkpoint.pt to score instead of training")
     resume: str = option("", "run_id to resume")
+    dry_run: bool = option(False, "check constants, data and ranks, and train nothing")
     save_every: int = optional(0, "steps between checkpoints; 0: none")
     save_every_seconds: float = optional(0.0, "training seconds between checkpoints; 0: none", 0, 1e7)
     train_log_every: int = optional(0, "steps between train_loss lines after step 10; 0: every 100")
@@ -1528,8 +1529,8 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 # load_model reads them; state (the optimizer's, of all ranks); progress (TrainState and where loader
 # and generator stand). Every rank reads the file, so several nodes need a shared folder.
 # Constants that may change on RESUME; all others stay as the run began.
-RESUME_FREE = ("resume", "run_id", "device", "data_path", "tokenizer_path", "other_data", "core_bundle",
-               "save_every", "save_every_seconds", "device_batch_size")
+RESUME_FREE = ("resume", "run_id", "dry_run", "device", "data_path", "tokenizer_path", "other_data",
+               "core_bundle", "save_every", "save_every_seconds", "device_batch_size")
 
 def save_checkpoint(run: "Run") -> None:
     """Writes logs/<run_id>/checkpoint.pt, off the clock. All ranks call it together. Raises Refused for what
@@ -2566,12 +2567,15 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log) -> None:
     cfg = replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
     # All that would mix two runs if ranks differed in it. Folders may differ; what is in them may not.
     constants = vars(replace(cfg, run_id="", data_path="", tokenizer_path=""))
-    team.require_alike(constants | data.about | dict(script=script_sha256(), torch=torch.__version__,
+    team.require_alike(data.about | constants | dict(script=script_sha256(), torch=torch.__version__,
                                                      activations=team.dtype))
     sequences = cfg.train_batch_tokens // cfg.train_seq_len
     require(sequences % team.world_size == 0 or model,
             f"{team.world_size} ranks do not divide the {sequences} sequences of a step")
     loader = Loader(cfg, data, team, log)
+    if cfg.dry_run:
+        log("dry run: constants, data and ranks fit together")
+        return
     kind = "eval" if model else f"{cfg.preset}_seed{cfg.seed}"
     run_id = team.share(cfg.run_id or f"{kind}_{datetime.now():%Y%m%d_%H%M%S_%f}")
     cfg = replace(cfg, run_id=run_id)

@@ -318,6 +318,15 @@ def test_ranks_that_do_not_divide_a_step(go):
     assert {*done.err.splitlines()} == {"train_gpt: 3 ranks do not divide the 16 sequences of a step"}
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_dry_run_checks_and_writes_nothing(ranks, go):
+    done = go(TOY | dict(DRY_RUN="1"), ranks=ranks)
+    assert done.codes == ranks * [0] and not done.folder.exists()
+    assert done.out.splitlines()[-1] == "dry run: constants, data and ranks fit together"
+    done = go(TOY | dict(DRY_RUN="1", VAL_TOKENS="99999999"), ranks=ranks)
+    assert done.codes == ranks * [2] and "val_tokens=99999999" in done.err
+
+
 # -------------------------------------------------------------------------------- after the start
 def failed(capsys, env, words):
     """Runs main and holds it to the contract of a failure. Returns train.log."""

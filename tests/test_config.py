@@ -521,7 +521,7 @@ def test_show(value, text):
 @pytest.mark.parametrize("argv, sentence", [
     (["--matrix-l=3"], "unrecognized arguments: --matrix-l=3"),     # no abbreviations
     (["--matrixlr", "3"], "unrecognized arguments: --matrixlr 3"),
-    (["--dry-run"], "unrecognized arguments: --dry-run"), (["stray"], "unrecognized arguments: stray"),
+    (["stray"], "unrecognized arguments: stray"),
     (["-x"], "unrecognized arguments: -x"), (["matrix_lr=1"], "unrecognized arguments: matrix_lr=1"),
     (["--"], "unrecognized arguments: --"), ([""], "unrecognized arguments: "),
     (["--seed"], "argument --seed: expected one argument"),

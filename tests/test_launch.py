@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,8 @@ import torch
 import fork_server
 import train_gpt
 from helpers import ROOT, SCRIPT, TOY, look
-from train_gpt import Refused
+from test_fuzz import sample_or_all, value_of
+from train_gpt import Refused, show
 
 SMALL = TOY | dict(
     ITERATIONS="2", TRAIN_SEQ_LEN="64", TRAIN_BATCH_TOKENS="128", VAL_TOKENS="256",
@@ -210,6 +212,7 @@ def other_data(root, tmp_path, split="val"):
 DIFFERENCES = {     # {what differs: (what rank 1 has besides, what rank 0 says)}
     "a learning rate": (dict(MATRIX_LR="0.5"), "matrix_lr is 0.5 on rank 1, 0.03 on rank 0"),
     "the seed": (dict(SEED="2"), "seed is 2 on rank 1, 1337 on rank 0"),
+    "how much of val": (dict(VAL_TOKENS="2"), "val_tokens is 2 on rank 1, 256 on rank 0"),
     "the script": (other_script, r"script is \w{64} on rank 1, \w{64} on rank 0"),
     "val": (other_data, r"sha256 is \{.*\} on rank 1, \{.*\} on rank 0"),
     "train": (partial(other_data, split="train"), r"sampled is \w{64} on rank 1, \w{64} on rank 0")}
@@ -225,6 +228,43 @@ def test_ranks_that_differ_are_refused(what, start, root, tmp_path):
     assert [ended(first), ended(second)] == [2, 2], first.said() + second.said()
     assert re.fullmatch(f"train_gpt: {sentence}\n", first.said()) and second.said() == ""
     assert not (root / "logs/differ").exists()
+
+
+MAY_DIFFER = ("run_id", "data_path", "tokenizer_path")
+ENDS_OR_BEGINS = ("preset", "resume", "eval_from", "device")  # what makes another kind of run
+
+
+def drawn_difference(number):
+    """{constant: value} by which rank 1 differs from SMALL: up to three that a run may have."""
+    rng = random.Random(f"ranks {number}")
+    recipe = {f.name: f for f in train_gpt.fields(train_gpt.Tiny)}
+    free = [name for name in recipe if name not in (*MAY_DIFFER, *ENDS_OR_BEGINS)]
+    plain = train_gpt.load_config(SMALL)
+    while True:
+        drawn = {name: value_of(rng, recipe[name]) for name in rng.sample(free, rng.randint(1, 3))}
+        with suppress(Refused):
+            cfg = train_gpt.load_config(SMALL | {name.upper(): show(value) for name, value in drawn.items()})
+            differ = {name for name in drawn if getattr(cfg, name) != getattr(plain, name)}
+            if differ:
+                return {name: show(value) for name, value in drawn.items()}, differ
+
+
+@pytest.mark.fuzz
+@sample_or_all
+def test_no_run_has_ranks_that_differ(times, start, root):
+    """Whatever constants differ: both ranks end before the first step and leave nothing behind."""
+    for number in range(2 * times):
+        drawn, differ = drawn_difference(number)
+        print(f"drawn_difference({number})", drawn)
+        env = TWO | dict(MASTER_PORT=free_port(), RUN_ID="differ")
+        first = start(env)
+        second = start(env | dict(RANK="1") | {name.upper(): text for name, text in drawn.items()})
+        codes = [ended(first), ended(second)]
+        said = first.said() + second.said()
+        named = re.search(r"train_gpt: (\w+) is .* on rank 1, .* on rank 0", said)
+        # or rank 1 itself refuses what its data or device do not allow
+        assert codes == [2, 2] and named and named[1] in differ or codes[1] == 2 and not named, said
+        assert "step:" not in said and "Traceback" not in said and not (root / "logs/differ").exists()
 
 
 def test_folders_and_names_may_differ(start, root, tmp_path):
