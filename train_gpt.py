@@ -8,9 +8,9 @@
 
 `--help` lists a preset's constants. `./run.sh PRESET` also looks for mistakes before and shows samples after.
 
-Map. The core, in the order in which data flow: 3 constants and flags - 4 techniques - 5 optimizer -
-6 schedules - 7 data - 8 scores - 9 artifact - 10 checkpoints - 11 fast kernels - 12 ranks and log -
-13 warmup, train, main. Then 14 recipes, each after what both recipes of its game share: the part to edit.
+Sections begin with `# ----------`. First the core, in the order in which data flow: constants and flags,
+techniques, optimizer, schedules, data, scores, artifact, checkpoints, ranks and log, training. Then the
+recipes, each after what both recipes of its game share: the part to edit.
 """
 # ---------- 2 imports
 import argparse
@@ -136,7 +136,7 @@ class Config:
     # optimizer and length
     grad_clip_norm: float = optional(0.0, "largest global gradient norm; 0: no clipping", 0, 1e6)
     max_wallclock_seconds: float = optional(0.0, "training seconds; 0: no cap", 0, 1e7)
-    warmup_steps: int = optional(2, "steps on dummy tokens before the clock starts", 0, 1000)
+    warmup_steps: int = optional(2, "steps on dummy tokens before the clock, at least one a stage", 0, 1000)
     # artifact
     score_artifact: bool = option(True, "pack an artifact and score it; 0: score the trained weights")
     artifact_bytes_limit: int = optional(0, "limit of artifact plus script in bytes; 0: none")
@@ -511,7 +511,7 @@ def project_heads(x: Tensor, head_dim: int, product: Kernel, *matrices: Tensor) 
 
 def attend_heads(q: Tensor, k: Tensor, v: Tensor, mask: Any, kernel: Kernel) -> Tensor:
     """Attention on heads as the projections give them: q (B, T, H, D), already scaled, k and v (B, T, KV, D)
-    -> (B, T, H, D). kernel: Kernels.attention. mask: from WindowKernels.window_mask, or None."""
+    -> (B, T, H, D). kernel: Kernels.attention, which knows what the mask is."""
     return kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2)
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -630,7 +630,7 @@ class Stage:
     batch_tokens: int  # tokens per step over all ranks
     row_tokens: int  # tokens per row
     lr: float = 1.0  # factor on learning rates before the warmdown
-    doc_len: int = 0  # maximum document length in tokens; 0: max_doc_len
+    doc_len: int = 0  # maximum document length in tokens; 0: that of all stages
     loss_factor: float = 1.0  # on a step's mean loss before its gradients are taken
     begins: float = 0.0  # start as a fraction of the whole run, extension included
     first_step: int = 0  # its first step, unless the clock brings it forward
@@ -662,6 +662,7 @@ def init_parameters(model: Model, seed: int) -> dict[str, Tensor]:
         elif row.init == "normal":
             value.normal_(0, row.scale, generator=generator)
         else:
+            require(row.init == "constant", f"init={row.init} of {name} is unknown")
             numbers = [int(part) for part in name.split(".") if part.isdigit()]
             layer = numbers[0] if numbers else 0
             value += row.scale + row.change * layer / max(1, model.cfg.num_layers - 1)
@@ -833,8 +834,9 @@ class Bank:
     def add(self, gradients: Sequence[Tensor], micro_steps: int) -> None:
         """Adds the gradients of one of the micro-steps of a step."""
         if self.fresh:
-            # The sum is in fp32. But ranks exchange it in the dtype of data, in which up to two gradients
-            # add up with a single rounding as well, at a third of the traffic. Embeddings' sums always do.
+            # Summed in fp32, or in the dtype of data where that is as exact: ranks exchange the sum in that
+            # dtype, so two gradients are rounded once either way. Embeddings' sums are never in fp32, which
+            # would triple their traffic.
             exact = micro_steps * self.row.every <= (2 if self.world_size > 1 else 1)
             narrow = exact or self.row.group in ("embed", "value_embed")
             dtype = self.data.dtype if narrow else torch.float32
@@ -870,6 +872,7 @@ class Optimizer:
         known = dict(model.named_parameters())
         alike = {}  # {(update rule, shape if Muon): [(row, name, parameter)]}
         for name, p in known.items():
+            require(kind_of(name) in table, f"{name} has no row in parameter_table()")
             row = table[kind_of(name)]
             shape = p.shape if row.optimizer == "muon" else None
             rule = (row.group, row.optimizer, row.lr, row.decay, row.decay_with_lr, row.beta1, row.beta2,
@@ -1115,7 +1118,7 @@ def open_data(cfg: Any, log: Logger = print) -> Data:
         raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
                       f"({brief(error)}): ./run.sh data") from None
     known = tokenizer.vocab_size() if tokenizer else made_by.get("vocab_size", 0)
-    bos = tokenizer.bos_id() if tokenizer else made_by.get("bos_id", 50256)
+    bos = cfg.bos_id or (tokenizer.bos_id() if tokenizer else made_by.get("bos_id", 50256))
     vocab_size = cfg.vocab_size or known
     stated = made_by.get("vocab_size", known)
     require(stated == known, f"{folder.name} was made with {stated} tokens, but the tokenizer has {known}: "
@@ -1213,18 +1216,17 @@ class StageSpans(Spans, Packer):
 class DocumentIndex:
     """Start, length and shard of every document, in reading order. longest: tokens at which they are cut."""
     def __init__(self, cfg: Any, data: Data, loader: "Loader"):
-        bos = cfg.bos_id or data.bos
         self.longest = cfg.document_limit() or loader.total
         starts = []
         lengths = []
         for shard, low, end in zip(loader.shards, loader.edges, loader.edges[1:]):
-            here = low + np.flatnonzero(open_shard(shard.path) == bos)
+            here = low + np.flatnonzero(open_shard(shard.path) == data.bos)
             starts.append(here)
             lengths.append(np.diff(here, append=end))
         self.shard_of = np.repeat(np.arange(len(starts)), [len(here) for here in starts])
         self.starts = np.concatenate(starts)
         self.lengths = np.concatenate(lengths).clip(max=self.longest)
-        require(len(self.starts), f"no token {bos} begins a document in the train split")
+        require(len(self.starts), f"no token {data.bos} begins a document in the train split")
 
 class RankRows(Packer):
     """Rows that each rank makes on its own, in order. The position counts rows of all ranks."""
@@ -1474,6 +1476,7 @@ def to_payload(model: Model, tensors: dict[str, Tensor]) -> dict:
 
 def read_file(path: Path) -> dict:
     """What torch.save wrote, with its checksums checked, which torch does not do. Raises Refused."""
+    require(path.exists(), f"there is no {show(str(path))}")
     file: Any = path
     try:
         if not zipfile.is_zipfile(path):
@@ -1530,7 +1533,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 # and generator stand). Every rank reads the file, so several nodes need a shared folder.
 # Constants that may change on RESUME; all others stay as the run began.
 RESUME_FREE = ("resume", "run_id", "dry_run", "device", "data_path", "tokenizer_path", "other_data",
-               "core_bundle", "save_every", "save_every_seconds", "device_batch_size")
+               "core_bundle", "save_every", "save_every_seconds", "device_batch_size", "val_batch_size")
 
 def save_checkpoint(run: "Run") -> None:
     """Writes logs/<run_id>/checkpoint.pt, off the clock. All ranks call it together. Raises Refused for what
@@ -1555,7 +1558,6 @@ def read_checkpoint(preset: str, given: dict[str, Any]) -> tuple[Any, dict]:
     may only repeat what the run began with, but for RESUME_FREE. Raises Refused."""
     run_id = given["resume"]
     path = Path("logs", run_id, "checkpoint.pt")
-    require(path.exists(), f"resume={run_id!r}: there is no {path}")
     checkpoint = read_file(path)
     require(checkpoint["code_sha256"] == script_sha256(),
             f"train_gpt.py is not what {run_id} began with: put {path.parent}/train_gpt.py here")
@@ -2050,7 +2052,7 @@ class Team:
             for name, value in of_ranks[0].items():
                 if there.get(name) != value:
                     sentence = f"{name} is {there.get(name)} on rank {rank}, {value} on rank 0"
-                    raise Refused(sentence) if self.rank == 0 else SystemExit(2)
+                    raise Refused(sentence) if self.rank == 0 else SystemExit(2)  # one rank says it
 
 class Log:
     """Lines to rank 0's terminal and, once a run folder is open, to its train.log; events, which are for
@@ -2107,7 +2109,8 @@ def brief(error: BaseException) -> str:
 
 # {what an error's text holds: what to tell the user}
 EXPLAINED = {
-    "out ?of ?memory|can't allocate memory": "out of memory: lower DEVICE_BATCH_SIZE or VAL_BATCH_SIZE",
+    "out ?of ?memory|can't allocate memory":
+        "out of memory: set DEVICE_BATCH_SIZE below micro_batch, or lower VAL_BATCH_SIZE",
     "No space left": "the disk is full: free some GB",
     "gloo|nccl|closed by|closure|timed out": "another rank is gone or hangs"}
 
@@ -2301,8 +2304,8 @@ def train(run: Run) -> Score:
             if save:
                 state.loss_sum = mean_of_ranks(recent, team)
                 save_checkpoint(run)
+                team.share(None)  # the others wait for rank 0's file, off the clock as well
             if save and clock.stop:
-                team.share(None)  # the others wait for rank 0's file
                 raise KeyboardInterrupt(f"RESUME={cfg.run_id}")
             if done:
                 save_weights(run)
@@ -2375,7 +2378,7 @@ def report_step(run: Run, clock: Clock, loss: Tensor, recent: Tensor, lr_factor:
     step = state.step
     now = clock.seconds()
     require(math.isfinite(mean), f"train_loss is not finite at step {step}: lower the learning rates")
-    left = now / cfg.progress(step, now) - now
+    left = now / Config.progress(cfg, step, now) - now  # a recipe's own progress may ignore one of the ends
     run.log(f"step:{step}/{total_steps(cfg)} train_loss:{last:.4f} {time_text(now, step)} "
             f"tok/s:{state.tokens / now:.0f} lr_factor:{lr_factor:.3f} eta:{left:.0f}s mean_loss:{mean:.4f}",
             kind="train", step=step, steps=total_steps(cfg), seconds=now, train_loss=last, mean_loss=mean,
@@ -2564,7 +2567,7 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log) -> None:
         check_same_data(f"eval_from={cfg.eval_from}", model.trained_on, cfg, data)
     elif checkpoint:
         check_same_data(f"resume={cfg.run_id}", checkpoint["data"], cfg, data)
-    cfg = replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
+    cfg = replace(cfg, vocab_size=data.vocab_size, bos_id=max(data.bos, 0))
     # All that would mix two runs if ranks differed in it. Folders may differ; what is in them may not.
     constants = vars(replace(cfg, run_id="", data_path="", tokenizer_path=""))
     team.require_alike(data.about | constants | dict(script=script_sha256(), torch=torch.__version__,
@@ -3550,8 +3553,8 @@ class TinyBlock(nn.Module):
 
     def attend(self, h: Tensor, value_embed: Tensor | None, mask: Mask, context: TinyContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
-        linear = self.kernels.linear
-        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
+        product = self.kernels.linear
+        q, k, v = project_heads(h, self.head_dim, product, self.query, self.key, self.value)
         if value_embed is not None:
             v = v + split_heads(value_embed, self.head_dim)
         # expanded over tokens, so that one kernel makes the gradients of rms_norm and of the gain
@@ -3561,7 +3564,7 @@ class TinyBlock(nn.Module):
         if self.key_offset:
             k = key_offset(k.unflatten(-1, (2, -1))).flatten(-2)
         y = attend_heads(q, k, v, mask, self.kernels.attention)
-        return linear(y.flatten(2), self.attn_proj)
+        return product(y.flatten(2), self.attn_proj)
 
 class TinyModel(CountingModel):
     """The embedding includes bigrams and candidates. The second half of the blocks adds the outputs of the
@@ -3813,7 +3816,7 @@ class Golf(Config):
     iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
     max_wallclock_seconds: float = optional(600.0, "training seconds; 0: no cap", 0, 1e7)
     warmdown_iters: int = optional(3000, "last steps, over which LR falls to zero; 0: no warmdown")
-    warmup_steps: int = optional(20, "steps on dummy tokens before the clock starts", 0, 1000)
+    warmup_steps: int = optional(20, "steps on dummy tokens before the clock, at least one a stage", 0, 1000)
     # artifact and scores
     artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
     artifact_scale_floor: float = optional(1 / 127, "smallest rounding step of an int8 row; 0: none", 0, 1)
@@ -3867,7 +3870,7 @@ class Golf(Config):
         return super().progress(step, seconds)
 
     def schedule(self, step: int, progress: float) -> "Schedule":
-        """LR is 1, then falls linearly to 0 over the last warmdown_iters steps."""
+        """LR is 1, and falls linearly to 0 once warmdown_iters or fewer steps are left at the pace so far."""
         progress_per_step = progress / max(step, 1)  # at the pace so far
         warmdown = self.warmdown_iters * progress_per_step  # its length as a fraction of the run
         lr = 1.0
@@ -3916,14 +3919,14 @@ class GolfBlock(nn.Module):
 
     def attend(self, h: Tensor, context: GolfContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
-        linear = self.kernels.linear
-        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
+        product = self.kernels.linear
+        q, k, v = project_heads(h, self.head_dim, product, self.query, self.key, self.value)
         # expanded over tokens, so that one kernel makes the gradients of rms_norm and of the gain
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
         k = rotate(rms_norm(k), *context.rope)
         y = attend_heads(q, k, v, None, self.kernels.attention)
-        return linear(y.flatten(2), self.attn_proj)
+        return product(y.flatten(2), self.attn_proj)
 
 class GolfModel(Model):
     """Blocks of the second half add the outputs of the first half, in reverse order (U-Net). The last of an
@@ -4058,7 +4061,7 @@ class GolfPlus(Staged):
     iterations: int = option(20_000, "maximum number of steps", 1, 10**9)
     max_wallclock_seconds: float = optional(588.0, "training seconds; 0: no cap", 0, 1e7)
     warmdown_frac: float = optional(0.667, "last fraction of the run, in which LR falls to 0; 0: none", 0, 1)
-    warmup_steps: int = optional(40, "steps on dummy tokens before the clock starts", 0, 1000)
+    warmup_steps: int = optional(40, "steps on dummy tokens before the clock, at least one a stage", 0, 1000)
     # artifact and scores
     artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
     artifact_codec: str = option("brotli", "compressor", choices=("zlib", "brotli"))
@@ -4446,8 +4449,8 @@ class GolfPlusBlock(nn.Module):
 
     def attend(self, h: Tensor, context: GolfPlusContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
-        linear = self.kernels.linear
-        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
+        product = self.kernels.linear
+        q, k, v = project_heads(h, self.head_dim, product, self.query, self.key, self.value)
         # expanded over tokens, so that one kernel makes the gradients of rms_norm and of the gain
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
         q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
@@ -4455,7 +4458,7 @@ class GolfPlusBlock(nn.Module):
         y = attend_heads(q, k, v, None, self.kernels.attention)
         if self.cfg.exclusive:
             y = remove_own_value(y, v)
-        return linear(y.flatten(2), self.attn_proj)
+        return product(y.flatten(2), self.attn_proj)
 
 class GolfPlusModel(Model):
     """U-Net over the layers in the order in which they run, repeats included: the second half mixes in the
@@ -4856,8 +4859,8 @@ class SpeedrunBlock(nn.Module):
 
     def attend(self, h: Tensor, value_embed: Tensor | None, mask: Mask, context: SpeedrunContext) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
-        linear = self.kernels.linear
-        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
+        product = self.kernels.linear
+        q, k, v = project_heads(h, self.head_dim, product, self.query, self.key, self.value)
         own, embedded = self.value_lambdas.to(v.dtype)
         if value_embed is not None:
             v = own * v + embedded * split_heads(value_embed, self.head_dim)
@@ -4872,7 +4875,7 @@ class SpeedrunBlock(nn.Module):
             factor = own if factor is None else own * factor
         if factor is not None:
             y = y * factor
-        return linear(y.flatten(2), self.attn_proj)
+        return product(y.flatten(2), self.attn_proj)
 
 class SpeedrunModel(Model):
     """The blocks in order, each with its window; skip connections, and backout at the end."""
@@ -6555,15 +6558,15 @@ class GPT2Block(GPT2BaseBlock):
 
     def attend(self, h: Tensor, value_embed: Tensor | None, mask: Mask, context: GPT2Context) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
-        linear = self.kernels.linear
-        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
+        product = self.kernels.linear
+        q, k, v = project_heads(h, self.head_dim, product, self.query, self.key, self.value)
         if self.value_gate is not None:
             gates = self.value_gate_factor * gate(h, self.value_gate)[..., None]
             v = v + gates * value_embed
         q = rotate(rms_norm(q) * self.head_dim**-0.5, *context.rope)
         k = rotate(rms_norm(k), *context.rope)
         y = attend_heads(q, k, v, mask, self.kernels.attention)
-        return linear(y.flatten(2), self.attn_proj)
+        return product(y.flatten(2), self.attn_proj)
 
 class GPT2Model(GPT2BaseModel):
     """The blocks in order, each with its window and its value embedding."""
@@ -6774,15 +6777,15 @@ class GPT2PlusBlock(GPT2BaseBlock):
 
     def attend(self, h: Tensor, value_embed: Tensor | None, mask: Mask, context: GPT2Context) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
-        linear = self.kernels.linear
-        q, k, v = project_heads(h, self.head_dim, linear, self.query, self.key, self.value)
+        product = self.kernels.linear
+        q, k, v = project_heads(h, self.head_dim, product, self.query, self.key, self.value)
         if self.value_gate is not None:
             gates = self.value_gate_factor * gate(h, self.value_gate)[..., None]
             v = v + gates * value_embed
         q = rotate(rms_norm(q) * self.attn_scale, *context.rope)
         k = rotate(rms_norm(k), *context.rope)
         y = attend_heads(q, k, v, mask, self.kernels.attention)
-        return linear(y.flatten(2), self.attn_proj)
+        return product(y.flatten(2), self.attn_proj)
 
 class GPT2PlusModel(GPT2BaseModel):
     """The blocks in order, each with its window and its value embedding."""

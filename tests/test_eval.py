@@ -99,6 +99,13 @@ def toy(tiny_data):
     return SimpleNamespace(cfg=cfg, config=config, data=data._replace(val=val, val_bytes=400))
 
 
+def test_a_given_bos_is_that_of_the_dataset(toy):
+    """Also in scores and in the attention of documents."""
+    told = train_gpt.open_data(toy.config("tiny"), lambda *lines: None).bos
+    cfg = toy.config("tiny", bos_id=told + 5)
+    assert train_gpt.open_data(cfg, lambda *lines: None).bos == told + 5
+
+
 @pytest.mark.parametrize("settings, tokens", [
     ({}, 211), ({}, 193), ({}, 17), ({}, 20), (dict(eval_context=40), 211), (dict(eval_context=5), 30),
     (dict(eval_stride=4), 211), (dict(eval_stride=16), 100), (dict(eval_stride=1), 70),

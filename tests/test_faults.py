@@ -309,7 +309,7 @@ def test_a_rank_hangs(fault, other, go, whole, report):
     ("raise@step:8@1", "rank 1: RuntimeError: an injected mistake"),
     slow("raise@step:8@0", "rank 0: RuntimeError: an injected mistake"),
     slow("nan@step:8", "rank 0: train_loss is not finite at step 8: lower the learning rates"),
-    slow("oom@step:8@1", "rank 1: out of memory: lower DEVICE_BATCH_SIZE or VAL_BATCH_SIZE"),
+    slow("oom@step:8@1", "rank 1: out of memory: set DEVICE_BATCH_SIZE below micro_batch"),
     slow("full@write/checkpoint.pt:300@0", "rank 0: the disk is full: free some GB")])
 def test_two_ranks_of_which_one_fails(fault, sentence, go, whole, report):
     """Each says what it saw, the cause among it, and both go on to the same bits."""
@@ -505,11 +505,18 @@ def test_resume_from_a_damaged_checkpoint(copy, go, report):
     report("checkpoint.pt with a flipped byte", f"exit 2, {said}", done.seconds)
 
 
+def test_all_clocks_stand_still_while_rank_0_writes(go):
+    """The other ranks would count their wait for it, and all ranks take the longest time."""
+    cap = dict(SAVE_EVERY="2", MAX_WALLCLOCK_SECONDS="7")
+    done = go(PLAIN | cap, "sleep@write/checkpoint.pt:1@0", ranks=2)
+    assert done.met and done.seconds > 8 and done.result["stop_reason"] == "iterations", done.log
+
+
 def test_a_killed_run_without_a_checkpoint(go, report):
     done = go(PLAIN, "kill@write/checkpoint.pt:2")
     assert done.met
     again = go({}, resume=done.run_id)
-    said = refused(again, f"resume={done.run_id!r}: there is no logs/{done.run_id}/checkpoint.pt")
+    said = refused(again, f"there is no logs/{done.run_id}/checkpoint.pt")
     report("RESUME of a run that has no checkpoint yet", "exit 2, " + said, again.seconds)
 
 
@@ -614,7 +621,7 @@ def test_weights_that_are_not_finite_are_not_saved(go, report):
 def test_out_of_memory(go, whole, report):
     done = go(PLAIN, "oom@step:8")
     said = one_sentence(done)
-    assert said.startswith("out of memory: lower DEVICE_BATCH_SIZE or VAL_BATCH_SIZE"), said
+    assert said.startswith("out of memory: set DEVICE_BATCH_SIZE below micro_batch"), said
     assert "resume: from step 6 at" in goes_on(go, whole, done).out
     report("out of memory in a step", said, done.since)
 

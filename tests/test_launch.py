@@ -284,7 +284,7 @@ def test_folders_and_names_may_differ(start, root, tmp_path):
     (RuntimeError("Timed out waiting 600000ms for recv operation to complete"),
      "another rank is gone or hangs"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-     "out of memory: lower DEVICE_BATCH_SIZE or VAL_BATCH_SIZE"),
+     "out of memory: set DEVICE_BATCH_SIZE below micro_batch"),
     (OSError(28, "No space left on device"), "the disk is full: free some GB"),
     (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), "RuntimeError: The size"),
     (OSError(5, "Input/output error"), "OSError: ")])
