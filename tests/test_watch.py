@@ -65,6 +65,12 @@ def in_pipe(command, cwd, **env):
                           env=os.environ | {"NAP": "0"} | env)
 
 
+def test_without_a_script(tmp_path):
+    done = in_pipe(WATCH, tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "watch.py: which script? python tools/run/watch.py SCRIPT [WORD ...]\n"
+
+
 def test_a_terminal_has_one_live_line(run, tmp_path):
     code, lines, live = on_terminal(run, tmp_path, columns=200)
     assert code == 0

@@ -207,7 +207,7 @@ def flags_at(known: Known, width: int) -> dict:
     """Its flags at a width."""
     from tools.run import proxy
     import train_gpt
-    full = train_gpt.preset_config(PRESET)
+    full: Any = train_gpt.preset_config(PRESET)
     windows = proxy.speedrun_windows(full, width / full.model_dim)
     block = proxy.value_of(windows, "window_block")
     flags = {}

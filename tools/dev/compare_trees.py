@@ -144,7 +144,7 @@ def write_data(root: Path) -> None:
         # the groups of documents that packing=best_fit deals to the ranks
         groups = [16] * -(-len(documents) // 16)
         files.append(dict(path=path.name, split=split, tokens=len(tokens), row_groups=groups))
-    val_bytes = BYTES_PER_TOKEN * files[0]["tokens"]
+    val_bytes = BYTES_PER_TOKEN * int(str(files[0]["tokens"]))
     manifest = dict(version=1, name="toy", tokenizer=dict(vocab_size=512, bos_id=BOS, lossless=False),
                     files=files, val_bytes=val_bytes, text_fingerprint="toy")
     (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -63,8 +63,9 @@ def read_words(argv: Sequence[str], env: Mapping[str, str]) -> Words:
             own[flag] = text
         else:
             own[flag] = "" if flag == "--proxy" else "1"
-    switches = [own[flag].lower() not in OFF for flag in ("--script", "--dry-run", "--help")]
-    return Words(constants, switches[0], own["--proxy"], *switches[1:], own["--logger"], own["--restarts"])
+    on = {flag: own[flag].lower() not in OFF for flag in ("--script", "--dry-run", "--help")}
+    return Words(constants, on["--script"], own["--proxy"], on["--dry-run"], on["--help"], own["--logger"],
+                 own["--restarts"])
 
 
 def trainer_help(words: Words) -> int:

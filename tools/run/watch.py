@@ -76,7 +76,7 @@ class Progress:
         self.step: tuple[int, float, int, int, float] | None = None
         self.losses = deque(maxlen=10)      # (step, loss) of the last reports
         self.trained = self.paced = False
-        self.pace = None        # the record's, once the log tells the recipe
+        self.pace: dict[str, Any] | None = None     # the record's, once the log tells the recipe
 
     def read(self, line: str) -> str | None:
         """Takes a line in. Returns what a terminal shows of it; None: nothing."""
@@ -305,8 +305,9 @@ def show_line(line: str, screen: Screen, progress: Progress) -> None:
 
 # ------------------------------------------------------------ signals
 # What asks a run to stop -> what the trainer gets, which saves a checkpoint first
-STOPS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM,
-         signal.SIGUSR1: signal.SIGUSR1}
+STOPS: dict[int, int] = {
+    signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1}
 PASSED = (signal.SIGQUIT, signal.SIGUSR2)   # end it at once
 STOPPING = "stopping: a checkpoint is saved first if training has begun; Ctrl-C again ends it at once"
 
@@ -373,7 +374,7 @@ class Logger:
     run goes on without one that fails."""
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.run = None
+        self.run: Any = None        # of the library that kind names
         self.opened = False
         if kind == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
@@ -481,6 +482,9 @@ def show_result(folder: Path, code: int, env: Mapping[str, str], signals: Signal
 
 def main(words: list[str]) -> int:
     """Runs a script, shown as ./run.sh shows the trainer. Returns its exit code."""
+    if not words:
+        print("watch.py: which script? python tools/run/watch.py SCRIPT [WORD ...]", file=sys.stderr)
+        return 2
     logger = open_logger(os.environ.get("LOGGER", ""))
     if not logger:
         return 2
