@@ -64,6 +64,15 @@ class ProxySize(NamedTuple):
     on_gpu: bool
 
 
+def lines_of(rows: list[Scaled], full: Any) -> list[str]:
+    """What differs from the recipe, a line per rule."""
+    by_rule: dict[str, list[str]] = {}
+    for row in rows:
+        if row.value != getattr(full, row.name):
+            by_rule.setdefault(row.rule, []).append(f"{row.name}={show(row.value)}")
+    return [f"proxy {', '.join(changed)}: {rule}" for rule, changed in by_rule.items()]
+
+
 def value_of(rows: list[Scaled], name: str) -> Any:
     """The value of a proxy's constant."""
     return {row.name: row.value for row in rows}[name]
@@ -119,24 +128,25 @@ def proxy_rates(full: Any, width: int, reference: int, tables: Sequence[str]) ->
 def proxy_rows() -> list[Scaled]:
     """Rows of the whole text, for recipes that read only the beginnings of documents: at a small width those
     are so short that a proxy would read a small part of the text several times."""
-    return [Scaled("packing", "rows", "the whole text: beginnings of documents would be a small part of it"),
-            Scaled("shuffle", True, "in one random order"),
-            Scaled("seq_schedule", (1,), "rows of one length, as many tokens a step")]
+    rule = "rows of one length from the whole text, in one random order"
+    rows: dict[str, Any] = dict(packing="rows", shuffle=True, seq_schedule=(1,))
+    return [Scaled(name, value, rule) for name, value in rows.items()]
 
 
 def proxy_scores(context: int, size: ProxySize) -> list[Scaled]:
     """Scores, artifact, clock and compiler. context: tokens per row in evaluation."""
+    rule = "scored once, at the end, on the same part of val at any width"
     scores = [
-        Scaled("eval_context", context, "tokens per row"),
-        Scaled("val_tokens", size.val_tokens, "the same part of val at any width"),
-        Scaled("val_batch_size", max(context, 16_384 // context * context), "fits any machine"),
-        Scaled("val_loss_every", 0, "only the final one counts"),
-        Scaled("artifact_bytes_limit", 0, "bytes are no part of a proxy"),
+        Scaled("eval_context", context, rule),
+        Scaled("val_tokens", size.val_tokens, rule),
+        Scaled("val_batch_size", max(context, 16_384 // context * context), rule),
+        Scaled("val_loss_every", 0, rule),
+        Scaled("artifact_bytes_limit", 0, "the trained weights are scored"),
         Scaled("score_artifact", False, "the trained weights are scored"),
         Scaled("max_wallclock_seconds", 0.0, "steps end the run: a slow machine trains the same model")]
     if not size.on_gpu:
         scores += [Scaled("compile", False, "compiling every stage would take longer than it saves"),
-                   Scaled("warmup_steps", 1, "there is nothing to compile"),
+                   Scaled("warmup_steps", 1, "compiling every stage would take longer than it saves"),
                    Scaled("dtype", "float32", "faster at these widths, and alike on all CPUs")]
     return scores
 
@@ -358,7 +368,10 @@ def expand_proxy(argv: Sequence[str], env: Mapping[str, str], log: Log = print_l
     if preset not in PROXIES:
         raise Refused(f"{preset} has no proxy; these have: {', '.join(PROXIES)}")
     path = given.get("data_path", PROXY_DATA)
-    full: Any = preset_config(preset)
+    recipe = preset_config(preset)
+    full: Any = recipe
+    if "window_schedule" in given and hasattr(full, "window_block"):  # in the recipe's tokens
+        full = preset_config(preset, {"window_schedule": given.pop("window_schedule")})
     known = {field.name for field in fields(full)}
     on_gpu = torch.cuda.is_available() and given.get("device") != "cpu"
     vocab_size, val_tokens = proxy_text(path, full)
@@ -380,7 +393,7 @@ def expand_proxy(argv: Sequence[str], env: Mapping[str, str], log: Log = print_l
     # 3. its flags
     rows = scaled(width)
     log(f"proxy: {preset} at width {width} instead of {full.model_dim}")
-    log(*[f"proxy {row.name}={show(row.value)}: {row.rule}" for row in rows])
+    log(*lines_of(rows, recipe))
     return [*others, *proxy_flags(rows)]
 
 

@@ -179,7 +179,7 @@ class Progress:
 
 
 def pace_of(folder: Path) -> dict[str, Any]:
-    """The pace of the record of a run's game, from targets.json; {} where the run changes the recipe."""
+    """The pace of the record of a run's track, from targets.json; {} where the run changes the recipe."""
     with suppress(Exception):   # it is a hint: the run goes on without
         start = start_of(folder)
         changed = {*start["overrides"]} - {"run_id", "seed"}
@@ -358,14 +358,15 @@ class Signals:
             self.child.go_on()
 
 
-# ------------------------------------------------------------ games
+# ------------------------------------------------------------ the track
 def target_of(result: dict[str, Any]) -> dict[str, Any]:
-    """What records/targets.json has for the run's game; {} where the run played another one."""
-    other_game = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "iterations",
+    """What records/targets.json has for the run's track; {} where the run changes what the track fixes, or
+    its recipe has no track."""
+    fixed = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "iterations",
                   "max_wallclock_seconds"}
-    if other_game & {*result["overrides"]}:
+    if fixed & {*result["overrides"]}:
         return {}
-    return json.loads(inputs.read_text(HOME / "targets.json"))[track_of(result["preset"])]
+    return json.loads(inputs.read_text(HOME / "targets.json")).get(track_of(result["preset"]), {})
 
 
 # ------------------------------------------------------------ LOGGER
@@ -472,7 +473,8 @@ def show_result(folder: Path, code: int, env: Mapping[str, str], signals: Signal
     its exit code."""
     samples = []
     if code == 0 and (folder / "result.json").exists():
-        showing = Guarded(env)
+        # the run's own are in its result.json: a flag goes before a variable
+        showing = Guarded({name: env[name] for name in env if name not in ("DATA_PATH", "TOKENIZER_PATH")})
         signals.follow(showing)
         showing.run([str(SHOW), str(folder)])
         showing.wait()
