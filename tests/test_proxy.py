@@ -187,7 +187,8 @@ def test_a_proxy_trains(preset, root, monkeypatch, capsys):
         argv.append("--extension-iterations=0")
     assert proxy.main(argv, CPU) == 0
     run = look(Path("logs", f"proxy_{preset}"))
-    assert re.search(r"(?m)^proxy vocab_size=512(, tokenizer_path=)?: that of the text$", capsys.readouterr().out)
+    vocabulary = r"(?m)^proxy vocab_size=512(, tokenizer_path=)?: that of the text$"
+    assert re.search(vocabulary, capsys.readouterr().out)
     assert run.result["trained"]["val_loss"] < 9
     assert run.result["config"]["model_dim"] == "32" and len(run.losses) == 8
     assert max(run.losses.values()) < 20
