@@ -1,4 +1,4 @@
-"""tools/run/show.py FOLDER: what came of a run: samples of its model, loss.png, one screen about the result.
+"""tools/run/show.py FOLDER: the result of a run: samples, loss.png, the last screen.
 
 ./run.sh calls it after each successful run. It reads what the run left in its folder: the artifact,
 events.jsonl and result.json. If something cannot be shown, a line says why; no result depends on it.
