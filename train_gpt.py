@@ -2539,6 +2539,12 @@ def model_to_score(cfg: Any, given: dict[str, Any], team: Team, log: Log) -> tup
     model.use(replace(cfg.kernels(team.on_gpu, log), linear=linear, head_linear=linear))
     return model, cfg
 
+def scoring_settings(cfg: Any) -> dict:
+    """What final scores are made of, for the log and result.json."""
+    context = cfg.eval_context or cfg.train_seq_len
+    return dict(eval_tokens=cfg.val_tokens or "full", eval_context=context,
+                eval_stride=cfg.eval_stride or context, eval_window=cfg.scoring_window() or "full")
+
 def run_once(argv: Sequence[str], env: Mapping, log: Log) -> None:
     """One run: the score of a file, or training."""
     began = time.perf_counter()
@@ -2588,9 +2594,7 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log) -> None:
     log(f"world_size:{team.world_size} device:{team.device.type} activations:{str(team.dtype)[6:]} "
         f"micro_batch:{run.micro}x{cfg.train_seq_len} tokens", "stage table: from_step tokens_per_step",
         *[f"{stage.first_step:22} {stage.batch_tokens:15}" for stage in cfg.stages()])
-    context = cfg.eval_context or cfg.train_seq_len
-    settings = dict(eval_tokens=cfg.val_tokens or "full", eval_context=context,
-                    eval_stride=cfg.eval_stride or context, eval_window=cfg.scoring_window() or "full")
+    settings = scoring_settings(cfg)
     result: dict = dict(
         run_id=run_id, preset=cfg.preset, seed=cfg.seed, val_loss=None, val_bpb=None, core=None,
         bytes_code=len(script_source()), code_sha256=script_sha256(), world_size=team.world_size,

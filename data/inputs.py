@@ -20,7 +20,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 # The mark of UTF-32, little-endian, begins with that of UTF-16
 MARKS = [(codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF32_LE, "utf-32-le"), (codecs.BOM_UTF32_BE, "utf-32-be"),
@@ -67,7 +67,7 @@ def print_any_name() -> None:
 
 class Outlet(io.FileIO):
     """stdout or stderr of a program that goes on when nobody reads it any more or the disk there is full."""
-    def write(self, text: bytes) -> int:
+    def write(self, text: Any) -> int:
         try:
             return super().write(text)
         except OSError:
@@ -141,7 +141,7 @@ def locked(folder: Path, wait: str = "") -> Iterator[None]:
         os.close(handle)
 
 
-def open_binary(path: Path | str) -> BinaryIO:
+def open_binary(path: Path | str) -> io.BufferedReader:
     return open(path, "rb")
 
 
@@ -178,7 +178,7 @@ class Utf8(io.RawIOBase):
     def recode(self, block: bytes, final: bool = False) -> bytes:
         return self.decoder.decode(block, final).encode() if self.decoder else block
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         while not self.waiting:
             block = self.stream.read(1 << 16)
             self.waiting = self.recode(block, final=not block)
@@ -190,7 +190,7 @@ class Utf8(io.RawIOBase):
         return len(part)
 
 
-def unpacked(raw: BinaryIO) -> BinaryIO:
+def unpacked(raw: BinaryIO) -> Any:
     """An open file, at its start -> a binary stream of its bytes, decompressed."""
     kind = compression_of(raw.read(16))
     raw.seek(0)
@@ -199,7 +199,7 @@ def unpacked(raw: BinaryIO) -> BinaryIO:
     return lzma.open(raw) if kind == "xz" else raw
 
 
-def text_stream(raw: BinaryIO, encoding: str = "") -> BinaryIO:
+def text_stream(raw: BinaryIO, encoding: str = "") -> io.BufferedReader:
     """An open file, at its start -> a binary stream of its text, decompressed, in UTF-8 without a mark; see
     Utf8. Reading it raises UnicodeDecodeError for damaged UTF-16 and UTF-32, and what is in DAMAGED."""
     return io.BufferedReader(Utf8(unpacked(raw), encoding), 1 << 20)
@@ -341,8 +341,8 @@ def link_as_text(path: Path | str) -> Path | None:
     target = decode(read_bytes(path), "replace")
     if not HUB_LINK.fullmatch(target):
         return None
-    target = Path(os.path.dirname(path), target.strip())
-    return target if target.is_file() else None
+    meant = Path(os.path.dirname(path), target.strip())
+    return meant if meant.is_file() else None
 
 
 def files_below(folder: Path | str, follow: bool = True) -> Iterator[Path]:
@@ -357,10 +357,10 @@ def files_below(folder: Path | str, follow: bool = True) -> Iterator[Path]:
         chosen = []
         wanted, names = wanted_names(here, folders, names)
         for name in sorted(wanted):
-            path = os.path.join(here, name)
-            if os.path.islink(path) and not follow or identity_of(path) in seen:
+            below = os.path.join(here, name)
+            if os.path.islink(below) and not follow or identity_of(below) in seen:
                 continue
-            seen.add(identity_of(path))
+            seen.add(identity_of(below))
             chosen.append(name)
         folders[:] = chosen
         for name in sorted(names):

@@ -695,7 +695,7 @@ def embedded_files(packages: Sequence[str] = PACKAGES) -> tuple[list[Input], lis
         for name in sorted(file.as_posix() for file in distribution.files or ()):
             source_file = name.startswith(f"{package}/") and name.endswith(".py")
             if source_file and not LEFT_OUT.fullmatch(name):
-                files.append(Input(Path(distribution.locate_file(name)), "python"))
+                files.append(Input(Path(str(distribution.locate_file(name))), "python"))
         source.append(f"{package}=={distribution.version}")
     return files, source
 
@@ -872,7 +872,8 @@ class TextCorpus:
         if not request.frozen:
             self.cut_val()
         if request.val_files is None:
-            say_val(*self.split_bytes(), request.val_bytes)
+            val, train = self.split_bytes()
+            say_val(val, train, request.val_bytes)
 
     def val_fits(self, request: Request) -> bool:
         """Would val be about as large as asked for, and of files that are cut anyway at least four pieces?"""
@@ -1010,7 +1011,7 @@ def train_bpe(texts: list[str], vocab_size: int, needs_space: bool, coverage: fl
     model = io.BytesIO()
     sentences = training_sentences(texts)
     first = next(sentences, " ")        # the trainer refuses an empty text
-    options = {"required_chars": SPACE_MARK} if needs_space else {}
+    options: dict[str, Any] = {"required_chars": SPACE_MARK} if needs_space else {}
     try:
         spm.SentencePieceTrainer.train(
             sentence_iterator=itertools.chain([first], sentences), model_writer=model, model_type="bpe",
@@ -1198,7 +1199,7 @@ def write_shards(folder: Path, name: str, split: str, token_arrays: Iterable[np.
     are the entries of shards written before, which come first. After each complete shard
     on_shard(entry, documents) gets the number of arrays written so far, None if the shard ends inside one."""
     entries = list(done)
-    shard = None
+    shard: Any = None
     count = 0
 
     def close(documents: int | None) -> None:

@@ -171,11 +171,11 @@ def add_proxies(add: Add) -> None:
     """Commands that try changes on proxies. docs/proxy.md says what their verdicts are worth."""
     texts = option("--texts", "folders of datasets (default the embedded corpus)", nargs="+",
                    default=["data/datasets/embedded"], metavar="DIR")
-    add("try", "Tests the working tree, or settings, against HEAD on a proxy, in pairs, until it is clear.",
+    add("try", "Tests the working tree, or settings, against HEAD on a proxy until it is clear.",
         option("words", "what the change is, for the ledger; NAME=value is a setting to try", nargs="*",
                metavar="WORD"),
         PRESET, WORKERS,
-        option("--proxy", "width of the proxy; 0: that of the last try, or what ends in five minutes",
+        option("--proxy", "width of the proxy; 0: that of the last try, or the largest for 5 minutes",
                type=int, default=0, metavar="WIDTH"),
         option("--text", "folder of a dataset (default the embedded corpus)",
                default="data/datasets/embedded", metavar="DIR"),
@@ -199,7 +199,7 @@ def add_proxies(add: Add) -> None:
         WORKERS, AS_JSON, number("--seeds", "runs of each", 3),
         option("--texts", "folders of datasets", nargs="+", default=TEXTS, metavar="DIR"),
         option("--widths", "widths of the proxies", type=int, nargs="+", default=WIDTHS, metavar="WIDTH"),
-        switch("--kept", "the third of the list that was kept for the end"),
+        switch("--kept", "the held-out third of the list"),
         switch("--list", "print the techniques and their public gains, train nothing"),
         switch("--report", "report what has been trained, train nothing"))
 

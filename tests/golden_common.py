@@ -365,7 +365,7 @@ class Seed(GoldenSet):
         return "query", False
 
     def first_values(self, name, about):
-        """First values of a tensor at full size; inf: drawn."""
+        """Init of a tensor at full size; inf: drawn."""
         law = about["init"]
         known = {"constant": law.get("value"), "zeros": 0, "rows": law.get("values")}
         values = torch.tensor(known.get(law["kind"], math.inf), dtype=torch.float64)

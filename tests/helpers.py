@@ -41,6 +41,13 @@ TOY = dict(
     WINDOW_PATTERN="L", WINDOW_SCHEDULE="0", BIGRAM_EVERY="1", BATCH_SCHEDULE="1")
 
 
+def with_boards():
+    """The recipes of a track. Tables of tests have a row for each; others come and go."""
+    import train_gpt
+    from records.verify.folders import NEWEST_TRACKS, track_of
+    return [preset for preset in train_gpt.RECIPES if track_of(preset) in NEWEST_TRACKS]
+
+
 def slow(*values, id=None):
     """A case that `./run.sh test` leaves out."""
     import pytest

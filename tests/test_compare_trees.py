@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import train_gpt
+from helpers import with_boards
 from tools.dev import compare_trees
 from tools.dev.compare_trees import CASES, COMMON, PLANTED, settings_of
 
@@ -25,7 +26,7 @@ def names_of(preset):
 
 # ---------- the cases
 def test_one_case_per_preset():
-    assert set(CASES) == set(PLANTED) == set(train_gpt.RECIPES)
+    assert set(CASES) == set(PLANTED) == set(with_boards())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import ROOT, SCRIPT
+from helpers import ROOT, SCRIPT, with_boards
 from train_gpt import Refused, fields, load_config, overrides, show
 
 # Every constant of every recipe, by name and value: records rely on them. What all share, and each, whole. A
@@ -344,7 +344,7 @@ def test_the_loops_of_golf_plus():
 
 def test_names():
     """Of presets and aliases; what a preset has is no override."""
-    assert load_config({}).preset == "tiny" and set(train_gpt.RECIPES) == set(RECIPES)
+    assert load_config({}).preset == "tiny" and set(with_boards()) == set(RECIPES)
     for preset, recipe in train_gpt.RECIPES.items():
         of_preset = ALIASES if preset.startswith("gpt2") else {}
         assert recipe.aliases == {name: alias for alias, name in of_preset.items()}

@@ -323,7 +323,7 @@ MODELS = {  # (preset, constants)
 
 
 def random_model(cfg, seed):
-    """First values, and noise on every parameter."""
+    """Init, and noise on every parameter."""
     model = cfg.make_model()
     generator = torch.Generator().manual_seed(seed)
     init_parameters(model, seed)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def randomised(cfg, seed=0):
-    """A model with no parameter at zero: first values would hide half of the arithmetic."""
+    """A model with no parameter at zero: the init would hide half of the arithmetic."""
     model = cfg.make_model()
     generator = torch.Generator().manual_seed(seed)
     table = cfg.parameter_table()

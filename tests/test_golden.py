@@ -235,7 +235,7 @@ def unit_alone(seed, name, about, p, grads, momenta):
     return (done.mT if transposed else done).reshape(p.shape)
 
 
-# ---------------------------------------------------------------- schedules, RoPE, first values at full size
+# ---------------------------------------------------------------- schedules, RoPE, init at full size
 def test_schedules_of_every_step(seed):
     rows = seed.rows("schedule")
     found = [seed.schedule.at(int(row["step"]), row.get("elapsed_ms", 0) / 1000) for row in rows]
@@ -267,7 +267,7 @@ def test_rope(seed, size, prefix):
 
 
 def test_first_values_optimizers_and_rates_at_full_size(seed):
-    """Of every parameter: shape, distribution of first values, optimizer, LR, decay, betas and eps."""
+    """Of every parameter: shape, distribution of the init, optimizer, LR, decay, betas and eps."""
     init = seed.json("init")
     rows = parameter_rows(seed.full)
     shapes = full_size_shapes(seed.full)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import ROOT, SCRIPT, run_cli, wait_until
+from helpers import ROOT, SCRIPT, run_cli, wait_until, with_boards
 from tools.dev import bench
 from tools.gpu import parts as gpu_parts
 from tools.gpu import plan as gpu_plan
@@ -297,9 +297,9 @@ def test_the_report_that_is_replaced_is_read_first(tmp_path, monkeypatch):
 
 
 def test_the_table_of_needs_has_every_part_and_names_its_sources():
-    wanted = {(part, preset) for part in gpu_plan.OF_A_PRESET for preset in train_gpt.RECIPES}
+    wanted = {(part, preset) for part in gpu_plan.OF_A_PRESET for preset in with_boards()}
     assert wanted | {("environment", ""), ("ranks", "")} == {*gpu_plan.NEEDS}
-    assert [*gpu_plan.PRESETS] == sorted(train_gpt.RECIPES, key=gpu_plan.PRESETS.index)
+    assert [*gpu_plan.PRESETS] == sorted(with_boards(), key=gpu_plan.PRESETS.index)
     assert all(need.source.startswith(("guess", "measured")) for need in gpu_plan.NEEDS.values())
 
 

@@ -16,7 +16,7 @@ from tools.run import script
 
 SECTIONS = ["imports", "run constants, flags, checks", "techniques", "optimizer", "schedules", "data",
             "evaluation", "artifact", "checkpoints", "fast kernels", "ranks and log",
-            "warmup, train, main", "recipes", "start"]  # from 2 on, as DESIGN orders them
+            "warmup, train, main", "recipes", "start"]  # from 2 on, in the order in which data flow
 TOOLS = sources("data", "records", "tools")
 SOURCES = [SCRIPT, *TOOLS, *sources("tests")]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("records/*.md"),
@@ -324,7 +324,7 @@ def may_use(title, its):
         return True
     # its: a recipe, or what both recipes of a game use
     game = title.split()[0].removesuffix("_plus")
-    return game in its.split()
+    return game in re.findall(r"\w+", its)
 
 
 def of_one_game(text):
@@ -483,7 +483,7 @@ def test_modules_of_records_do_nothing_when_imported():
 
 
 def test_the_trainer():
-    """One file, in DESIGN's order, that runs alone."""
+    """One file, its sections in order, that runs alone."""
     text = SCRIPT.read_text(encoding="utf-8")
     assert [path.name for path in ROOT.glob("*.py")] == ["train_gpt.py"]
     assert sections(text) == [] != sections(text.replace("# ---------- 7 data", "# ---------- 7 tokens"))

@@ -1,5 +1,5 @@
 """The models of the recipes against a plain reference in float64, what scores rely on, the parameter tables,
-first values. What speedrun_plus computes: test_golden.py, test_speedrun_plus.py."""
+init. What speedrun_plus computes: test_golden.py, test_speedrun_plus.py."""
 
 import math
 from collections import Counter, defaultdict
@@ -32,6 +32,8 @@ TOY = {  # what else makes a recipe small; its techniques stay on
                  window_schedule=(20,), value_embed_layers=(1, 0, 2, 0, 3)),
     "gpt2_plus": dict(depth=0, target_param_data_ratio=0.0, num_layers=5, num_heads=4, window_pattern="SSSLL",
                       window_schedule=(20,), value_embed_layers=(1, 0, 2, 0, 3), backout_layer=2)}
+# Of a recipe without a row
+OTHER = dict(num_kv_heads=3, depth=0, target_param_data_ratio=0.0)
 # What a recipe's code does though no constant says so
 FIXED = {
     "tiny": dict(layer_scale=True),
@@ -51,7 +53,9 @@ OFF = dict(
 
 def small(preset, **settings):
     """A recipe at toy size."""
-    cfg = RECIPES[preset](**SIZE | TOY[preset] | settings)
+    names = {constant.name for constant in fields(RECIPES[preset])}
+    other = {name: value for name, value in OTHER.items() if name in names}
+    cfg = RECIPES[preset](**SIZE | TOY.get(preset, other) | settings)
     train_gpt.check_config(cfg)
     return cfg
 
@@ -70,7 +74,7 @@ def make_model(cfg):
 
 
 def randomised(cfg, seed=0):
-    """A model with no parameter at zero: first values would hide half of the arithmetic."""
+    """A model with no parameter at zero: the init would hide half of the arithmetic."""
     model = make_model(cfg)
     generator = torch.Generator().manual_seed(seed)
     table = cfg.parameter_table()
@@ -534,7 +538,7 @@ def test_a_parameter_without_a_row_raises():
             use()
 
 
-# ------------------------------------------------------------ first values
+# ------------------------------------------------------------ init
 CONSTANTS = dict(attn_proj=0, mlp_proj=0, head=0, value_embeds=0, bigram_embed=0, candidate_embed=0,
                  class_embed=0, class_scale=1, resid_lambda=1, x0_lambda=0, layer_scale=1, skip_weights=1,
                  qk_gain=1.25, gate_weight=0, gate_class=0, gate_matches=0)

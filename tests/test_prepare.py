@@ -1,4 +1,4 @@
-"""data/prepare.py: documents, split, tokenizer, shards, manifest and refusals, on small made-up corpora."""
+"""data/prepare.py: documents, split, tokenizer, shards, manifest and refusals, on small toy corpora."""
 
 import contextlib
 import gzip

@@ -1,4 +1,5 @@
 """--proxy: recipes scaled down by rules."""
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_the_speedruns_train_on_the_whole_text(preset):
     cfg, lines = scaled(f"--preset={preset}", "--proxy=32")
     assert cfg.packers[cfg.packing] is train_gpt.Rows and cfg.shuffle
     assert {stage.row_tokens for stage in cfg.stages()} == {cfg.train_seq_len}
-    assert any(line.startswith("proxy packing=rows: ") for line in lines)
+    assert any(line.startswith("proxy packing=rows, shuffle=1, seq_schedule=1: ") for line in lines)
 
 
 @pytest.mark.parametrize("preset", ["golf", "golf_plus"])
@@ -120,6 +121,27 @@ def test_what_is_given_stays_as_given():
     assert expand_proxy(["--preset=tiny"], {}) == ["--preset=tiny"]
 
 
+def test_the_plan_is_what_differs():
+    """A line per rule; nothing that stays as in the recipe."""
+    full = preset_config("speedrun_plus")
+    cfg, lines = scaled("--preset=speedrun_plus", "--proxy=48")
+    told = dict(re.findall(r"(\w+)=(\S+?)(?=, \w+=|: )", "\n".join(lines[1:])))
+    changed = {name for name, value in vars(cfg).items() if value != vars(full)[name]} - {"device"}
+    assert {*told} == changed and len(lines) < len(told)
+    assert "window_schedule=24,56,88,104, eval_window=160" in "\n".join(lines)
+    assert not [line for line in lines if "matrix_lr" in line]
+
+
+def test_windows_are_given_in_the_tokens_of_the_recipe():
+    """And scaled as its own: the same change of the recipe at any width."""
+    flag = "--window-schedule=128,896,1408,1664"
+    cfg, lines = scaled("--preset=speedrun", "--proxy=48", flag)
+    assert cfg.window_schedule == (8, 56, 88, 104) and "window_schedule=8,56,88,104" in "\n".join(lines)
+    assert scaled("--preset=speedrun", "--proxy=48", WINDOW_SCHEDULE="128,896,1408,1664")[0] == cfg
+    with pytest.raises(Refused, match="window"):
+        scaled("--preset=speedrun", "--proxy=48", "--window-schedule=24,56,88,104")
+
+
 def test_vocabulary_and_val_tokens_are_those_of_the_text(tmp_path):
     full = preset_config("speedrun")
     assert proxy.proxy_text(str(tmp_path), full) == (1024, 262_144)
@@ -165,7 +187,8 @@ def test_a_proxy_trains(preset, root, monkeypatch, capsys):
         argv.append("--extension-iterations=0")
     assert proxy.main(argv, CPU) == 0
     run = look(Path("logs", f"proxy_{preset}"))
-    assert "\nproxy vocab_size=512: that of the text\n" in capsys.readouterr().out
+    vocabulary = r"(?m)^proxy vocab_size=512(, tokenizer_path=)?: that of the text$"
+    assert re.search(vocabulary, capsys.readouterr().out)
     assert run.result["trained"]["val_loss"] < 9
     assert run.result["config"]["model_dim"] == "32" and len(run.losses) == 8
     assert max(run.losses.values()) < 20

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import SCRIPT, TOY, look, slow_but
+from helpers import SCRIPT, TOY, look, slow_but, with_boards
 from records.verify.checks import OF_ONE_RUN, environment_of
 from tools.run import script
 
@@ -114,7 +114,7 @@ def test_what_stays_is_verbatim_and_all_of_it_is_reached(preset):
         assert (name in text) == ("gpt2" in preset)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", with_boards())
 def test_who_reads_one_game_reads_one_game(preset):
     """./run.sh script --reach prints what each script has."""
     assert script.reach_of(alone(preset)).statements <= CEILINGS[preset]

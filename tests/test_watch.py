@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,6 +64,23 @@ def run(tmp_path):
 def in_pipe(command, cwd, **env):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300,
                           env=os.environ | {"NAP": "0"} | env)
+
+
+def test_what_shows_a_run_takes_its_data_from_its_result(tmp_path, monkeypatch):
+    """A flag beat the variable when it trained."""
+    given = []
+    monkeypatch.setattr(watch, "Guarded", lambda env: given.append(env) or SimpleNamespace(
+        run=lambda words: None, wait=lambda: 0))
+    (tmp_path / "result.json").write_text("{}")
+    env = dict(DATA_PATH="a", TOKENIZER_PATH="b", DEVICE="cpu")
+    watch.show_result(tmp_path, 0, env, SimpleNamespace(follow=lambda child: None), watch.Logger(""))
+    assert given == [dict(DEVICE="cpu")]
+
+
+def test_without_a_script(tmp_path):
+    done = in_pipe(WATCH, tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "watch.py: which script? python tools/run/watch.py SCRIPT [WORD ...]\n"
 
 
 def test_a_terminal_has_one_live_line(run, tmp_path):

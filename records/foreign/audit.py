@@ -179,7 +179,7 @@ def run_findings(folder: Folder, track: TrackRules) -> Iterator[Finding]:
             "same", f"the same run as {other.file}")
         for other in [one for one in folder.runs[:number] if identity(one) != identity(run) and one.finished]:
             known = -1 not in (run.seed, other.seed)
-            add(exact or not same_losses(run, other),
+            add(bool(exact) or not same_losses(run, other),
                 CONTRADICTION if known and run.seed != other.seed else FORMALITY, "losses",
                 f"the losses are those of {other.file}")
             again = known and run.seed == other.seed and recipe_of(run) == recipe_of(other)
@@ -300,9 +300,9 @@ def record_folders(root: Path) -> list[Path]:
     README; or logs that no folder above claims by one of these."""
     found = []
     claimed = set()
-    for here, folders, names in os.walk(root):
+    for place, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
-        here = Path(here)
+        here = Path(place)
         if claimed & {*here.parents}:
             continue
         has_page = any(name.lower() == "readme.md" for name in names)

@@ -148,7 +148,7 @@ class Claim(NamedTuple):
         if self.kind == "steps":
             known = ends_with_validation(run) or run.facts.get("stopped_at") == run.steps
             return [run.steps] * known
-        values = run.sizes
+        values: Iterable[float] = run.sizes
         share = 0.2
         if self.kind == "score":
             values = [value for _, value in run.scores] + [point.loss for point in run.curves["val"]]

@@ -162,7 +162,7 @@ LIST = [
     Known("Muon on pairs of heads", "optimizer",
           Public(1490, 10, source="2026-04-08_PairedHeadMuon"),
           dict(muon_pairs=0)),
-    Known("first values of V and O", "init",     # a name that the draw of the third depends on
+    Known("init of V and O", "init",     # a name that the draw of the third depends on
           Public(1575, 20, source="2026-01-30_MimeticValueOutput"),
           {}, (ZERO_PROJ, FULL_VALUES)),
     # ----- losers
@@ -207,7 +207,7 @@ def flags_at(known: Known, width: int) -> dict:
     """Its flags at a width."""
     from tools.run import proxy
     import train_gpt
-    full = train_gpt.preset_config(PRESET)
+    full: Any = train_gpt.preset_config(PRESET)
     windows = proxy.speedrun_windows(full, width / full.model_dim)
     block = proxy.value_of(windows, "window_block")
     flags = {}

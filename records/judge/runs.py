@@ -256,7 +256,7 @@ def split_at_ruler(text: str) -> tuple[str, str, str]:
     """The same for a log that begins with its script and names no versions: the script ends at the first
     ruler before which there is whole Python, or after which steps begin."""
     for found in itertools.islice(re.finditer(rf"^{RULER}\n", text, re.M), 20):
-        whole = STEP.match(text, found.end())
+        whole: Any = STEP.match(text, found.end())
         with contextlib.suppress(SyntaxError, ValueError, RecursionError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             whole = whole or ast.parse(text[:found.start()])
@@ -402,8 +402,8 @@ def read_facts(run: Run, head: str, body: str) -> None:
             run.facts[key] = float(found[-1])
     for key, pattern in WORDS.items():
         texts = (body, head) if key == "seed" else (head, body)     # each run of a log may have its seed
-        if found := re.search(pattern, texts[0], re.M) or re.search(pattern, texts[1], re.M):
-            run.facts[key] = found[1]
+        if word := re.search(pattern, texts[0], re.M) or re.search(pattern, texts[1], re.M):
+            run.facts[key] = word[1]
     gpus = re.findall(r"^\|\s+\d+\s+(NVIDIA [^|]*?)\s+(?:On|Off)\s*\|", head, re.M)     # of nvidia-smi
     if gpus:
         run.facts.setdefault("hardware", f"{len(gpus)}x {gpus[0]}")
@@ -757,12 +757,12 @@ class Test(NamedTuple):
 
 def describe(values: Sequence[float]) -> Stats:
     """Stats of numbers."""
-    values = np.asarray(values, float)
+    numbers = np.asarray(values, float)
+    mean = float(numbers.mean())
     if len(values) < 2:
-        return Stats(len(values), float(values.mean()), None, None, None)
+        return Stats(len(values), mean, None, None, None)
     from scipy import stats
-    mean = float(values.mean())
-    std = float(values.std(ddof=1))
+    std = float(numbers.std(ddof=1))
     half = float(stats.t.ppf(0.975, len(values) - 1)) * std / len(values) ** 0.5
     return Stats(len(values), mean, std, mean - half, mean + half)
 
@@ -785,13 +785,13 @@ def test_welch(a: Sequence[float], b: Sequence[float],
     if min(len(a), len(b)) < 2:
         return None, None
     from scipy import stats
-    a = np.asarray(a, float)
-    b = np.asarray(b, float)
     sign = 1 if metric in HIGHER_IS_BETTER else -1
+    first = np.asarray(a, float)
+    second = np.asarray(b, float)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        found = stats.ttest_ind(sign * b, sign * a, equal_var=False, alternative="greater")
-        span = stats.ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
+        found = stats.ttest_ind(sign * second, sign * first, equal_var=False, alternative="greater")
+        span = stats.ttest_ind(second, first, equal_var=False).confidence_interval(0.95)
     test = Test(float(found.statistic), float(found.df), float(found.pvalue))
     return test, (float(span.low), float(span.high))
 
@@ -888,7 +888,7 @@ def judge(a: Sequence[float], b: Sequence[float], metric: str) -> dict[str, Any]
     if min(*a, *b) > 0:
         with np.errstate(all="ignore"):
             _, of_logs = test_welch(np.log(a), np.log(b), metric)
-            ratio_interval = tuple(float(np.exp(edge)) for edge in of_logs)
+            ratio_interval = float(np.exp(of_logs[0])), float(np.exp(of_logs[1]))
     std = ((first.std ** 2 + second.std ** 2) / 2) ** 0.5
     n = min(first.n, second.n)
     return out | {"t": test.t, "df": test.df, "p": test.p, "interval": interval,
@@ -938,7 +938,8 @@ def batch_means(points: list[Point]) -> list[tuple[float, float]]:
     points = sorted({point.step: point for point in points}.values())    # a resumed run repeats some
     least = points[-1].step / 50
     rows = []
-    before = total = weight = 0
+    before = weight = 0
+    total = 0.0
     for point in points:
         total += point.smooth * (point.step - before)
         weight += point.step - before

@@ -254,8 +254,8 @@ def compare(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
             test, _ = test_welch(of_a, of_b, "val_loss")
             say(f"at equal {name} ({place:,.0f} {unit}): {kind} A {of_a.mean():.4f}, B {of_b.mean():.4f}, "
                 f"{test_line(test)}")
-    values = [[run.value(metric) for run in runs] for runs in (a, b)]
-    out = {"metric": metric, **judge(*values, metric)}
+    of_a, of_b = ([run.value(metric) for run in runs] for runs in (a, b))
+    out = {"metric": metric, **judge(of_a, of_b, metric)}
     say(*judge_lines(metric, out))
     draw(sides_by_name(a, b), args.out, "A against B")
     say(f"curves: {args.out}")

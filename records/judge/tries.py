@@ -119,7 +119,8 @@ def side_by_side(jobs: list, workers: int) -> list:
 
     def work(job: tuple) -> Any:
         try:
-            return run_or_read(*job, threads)
+            change, proxy, seed = job
+            return run_or_read(change, proxy, seed, threads)
         except Refused as error:
             return error
 

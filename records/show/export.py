@@ -90,6 +90,7 @@ def export(args: argparse.Namespace, say: Callable) -> str:
     from tools.run.model_script import model_script
     path = model_file(args.run)
     folder = Path(args.out or path.parent / "export")
+    cfg: Any
     try:
         model, cfg = train_gpt.load_model(path)
     except train_gpt.Refused as error:

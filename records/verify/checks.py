@@ -778,7 +778,7 @@ def rerun(folder: Folder, artifact: Path, result: dict[str, Any],
         os.symlink(ROOT / "data", Path(scratch, "data"))
         env = leak_probe.clean_environment() | environment_of(result)
         env |= {"EVAL_FROM": str(artifact.resolve()), "RUN_ID": "rerun", "SAMPLE_TOKENS": "0"}
-        command = [sys.executable, folder.path.resolve() / "train_gpt.py"]
+        command = [sys.executable, str(folder.path.resolve() / "train_gpt.py")]
         try:
             done = subprocess.run(command, cwd=scratch, env=env, capture_output=True, text=True,
                                   errors="replace", timeout=options.seconds)

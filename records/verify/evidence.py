@@ -174,8 +174,8 @@ def check_reports(log: str, first: int, steps: list[Step], result: dict[str, Any
     wanted = set()
     if every:
         wanted = {n for n in range(0, last + 1, every) if n > first or first == 0}
-    odd = {step.step for step in steps if step.kind == "val"} ^ wanted
-    odd = sorted(odd - {first, result["steps"]})
+    differing = {step.step for step in steps if step.kind == "val"} ^ wanted
+    odd = sorted(differing - {first, result["steps"]})
     require(not odd, f"{log}: val_loss of step {odd and odd[0]} is missing, or is no step to be validated "
             f"(VAL_LOSS_EVERY={every})")
 

@@ -183,8 +183,8 @@ class Folder:
         self.runs = []
         self.inner = []         # diagnostic runs of a foreign folder
         self.baseline = []
-        self.rules = None
-        self.track = None
+        self.rules: Any = None  # Rules and Track; None for a foreign folder
+        self.track: Any = None
         self.ours = "rules_version" in self.submission or bool(self.results)
         if self.ours:
             self.open_ours()
@@ -376,8 +376,8 @@ def open_run(path: Path | str) -> tuple[Run, dict[str, Any]]:
 
 def code_diff(before: tuple[str, bytes], after: tuple[str, bytes]) -> str:
     """Unified diff of two scripts, each (name, bytes), no context."""
-    lines = [inputs.decode(raw, "replace").splitlines(keepends=True) for _, raw in (before, after)]
-    return "".join(difflib.unified_diff(*lines, before[0], after[0], n=0))
+    old, new = (inputs.decode(raw, "replace").splitlines(keepends=True) for _, raw in (before, after))
+    return "".join(difflib.unified_diff(old, new, before[0], after[0], n=0))
 
 
 def change_text(diff: str) -> str:

@@ -208,7 +208,7 @@ def serve(path: Path | str, artifact: Path | str | None) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)       # what the script prints goes to stderr
 
-    def answer(head: dict[str, Any], raw: bytes = b"") -> None:
+    def answer(head: dict[str, Any] | list[Any], raw: bytes = b"") -> None:
         answers.write(json.dumps(head).encode() + b"\n" + raw)
         answers.flush()
 

@@ -155,7 +155,7 @@ def compare(log: str, lines: list[str], again: list[str], steps: int) -> str:
         require(abs(loss - repeated) <= limit * loss,
                 f"{log}, step {found[1]}: {found[2]}, in the replay {other[2]}")
         compared += 1
-        last = found[1]
+        last = int(found[1])
     if compared < min(LEAST, steps):
         raise LeftOut(f"only {compared} losses were trained in time; --seconds gives it more")
     how = f"within {limit:.1%}, as bfloat16 rounds on other CPUs" if limit else "to the printed digits"

@@ -84,7 +84,7 @@ def machine(team: Team) -> str:
     return f"machine {train_gpt.hardware(team)}, torch {torch.__version__}"
 
 
-def micro_batch(cfg: Config, team: Team) -> int:
+def micro_batch(cfg: Any, team: Team) -> int:
     """Sequences per micro-step, as ./run.sh chooses them."""
     from tools.run import plan
     from tools.run.machine import Machine, memory_limit
@@ -94,7 +94,7 @@ def micro_batch(cfg: Config, team: Team) -> int:
     return plan.micro_batch(cfg, machine)
 
 
-def assemble(cfg: Config, trainer: ModuleType = train_gpt, team: Team | None = None) -> Run:
+def assemble(cfg: Any, trainer: ModuleType = train_gpt, team: Team | None = None) -> Run:
     """A Run with data, model and optimizer; nothing is compiled yet."""
     log = trainer.Log(lead=False)
     team = team or trainer.Team(cfg, {})
@@ -134,7 +134,7 @@ def prepare(settings: dict[str, str], steps: int, trainer: ModuleType = train_gp
     return run, seconds
 
 
-def flops_per_token(cfg: Config, stage: Stage | None = None, trainer: ModuleType = train_gpt) -> float:
+def flops_per_token(cfg: Any, stage: Stage | None = None, trainer: ModuleType = train_gpt) -> float:
     """Training matmul FLOPs, with the windows of this stage; None: those of the last."""
     if older_trainers.is_older(trainer):
         return trainer.flops_per_token(cfg)
@@ -142,7 +142,7 @@ def flops_per_token(cfg: Config, stage: Stage | None = None, trainer: ModuleType
     return plan.flops_per_token(cfg, stage)
 
 
-def windows_of(cfg: Config, stage: Stage) -> dict[str, int]:
+def windows_of(cfg: Any, stage: Stage) -> dict[str, int]:
     """{name: tokens that a token sees}; {} for a recipe without windows."""
     return cfg.windows(stage, stage.row_tokens) if hasattr(cfg, "windows") else {}
 
@@ -216,7 +216,7 @@ def gemm_rate(team: Team, dtype: torch.dtype, shapes: Sequence[tuple[int, int, i
     return max(rates)
 
 
-def distinct_stages(cfg: Config) -> list[Stage]:
+def distinct_stages(cfg: Any) -> list[Stage]:
     """[Stage] that differ in batch, rows or windows, each once."""
     stages = {}
     for stage in cfg.stages():
@@ -387,7 +387,7 @@ def arms_table(settings: dict[str, str], texts: list[str], steps: int, skipped: 
 
 
 # ---------- the parts of a step
-def random_data(folder: Path, cfg: Config, tokens: int = 1 << 24, rows: float = 1.0) -> dict[str, str]:
+def random_data(folder: Path, cfg: Any, tokens: int = 1 << 24, rows: float = 1.0) -> dict[str, str]:
     """Writes random documents of 1 to 1,400 tokens, with so many rows of val -> settings that make a run read
     them."""
     rng = np.random.default_rng(0)
@@ -636,7 +636,7 @@ def by_step(step: float, row: Row, w: Tensor) -> tuple[Tensor, Tensor]:
     return train_gpt.quantize_by_rms(w, step, row.levels)
 
 
-def roundings(cfg: Config) -> Iterator[tuple[str, Quantizer]]:
+def roundings(cfg: Any) -> Iterator[tuple[str, Quantizer]]:
     """Yields (label, function) of every codec."""
     yield "as the recipe has it", cfg.quantize
     for bits in (7, 6, 5, 4):
@@ -660,9 +660,10 @@ def entropy_bytes(tensors: dict[str, Tensor]) -> int:
 def codec_table(settings: dict[str, str], path: str) -> None:
     """Prints per codec val_bpb and what rounding costs, bytes by zlib, by brotli as the trainer uses it and
     by lzma with lc=0, what an ideal coder of each tensor would need, and the seconds to read it back."""
-    asked = train_gpt.load_config(dict(os.environ) | settings | dict(DEVICE="cpu"))
+    asked: Any = train_gpt.load_config(dict(os.environ) | settings | dict(DEVICE="cpu"))
     data = train_gpt.open_data(asked, lambda *_: None)
     team = train_gpt.Team(asked, {})
+    cfg: Any
     model, cfg = train_gpt.load_model(path, "cpu", asked)
     if cfg.preset != asked.preset:
         raise SystemExit(f"bench: the file is of {cfg.preset}: set PRESET={cfg.preset}")
@@ -672,7 +673,7 @@ def codec_table(settings: dict[str, str], path: str) -> None:
     print(f"{'rounding':20} {'val_bpb':>8} {'lost':>8} {'zlib 9':>10} {'brotli':>10} {'lzma lc=0':>10} "
           f"{'entropy':>10} {'read back':>10}")
     for label, quantize in roundings(cfg):
-        def rounded(_: Config, row: Row, w: Tensor, quantize: Quantizer = quantize,
+        def rounded(_: Any, row: Row, w: Tensor, quantize: Quantizer = quantize,
                     **options: Any) -> tuple[Tensor, Tensor]:
             return quantize(row, w)
 
@@ -703,7 +704,7 @@ LINK = 360e9  # bytes/s
 H200_FLOPS = 989.4e12  # peak bf16 FLOP/s by its datasheet, which mfu is relative to
 
 
-def parameters_of(cfg: Config) -> list[tuple[Row, nn.Parameter]]:
+def parameters_of(cfg: Any) -> list[tuple[Row, nn.Parameter]]:
     """[(Row, parameter)] of a model without values."""
     table = cfg.parameter_table()
     with torch.device("meta"):
@@ -711,18 +712,18 @@ def parameters_of(cfg: Config) -> list[tuple[Row, nn.Parameter]]:
     return [(table[train_gpt.kind_of(name)], p) for name, p in model.named_parameters()]
 
 
-def muon_shapes(cfg: Config) -> list[torch.Size]:
+def muon_shapes(cfg: Any) -> list[torch.Size]:
     """The shape of each matrix that Muon updates."""
     return [p.shape for row, p in parameters_of(cfg) if row.optimizer == "muon"]
 
 
-def orthogonalization_flops(cfg: Config) -> int:
+def orthogonalization_flops(cfg: Any) -> int:
     """FLOPs of one step of Muon over all matrices."""
     sides = [sorted(shape) for shape in muon_shapes(cfg)]
     return cfg.muon_backend_steps * sum(4 * short * short * long + 2 * short**3 for short, long in sides)
 
 
-def roofline(cfg: Config, gpus: int, stage: Stage) -> dict[str, float]:
+def roofline(cfg: Any, gpus: int, stage: Stage) -> dict[str, float]:
     """{part: seconds of a step of a stage on so many GPUs}, at the ceilings and with nothing hidden behind
     anything else: about the least that it can take. Of optimizer and communication the shorter can be hidden,
     as some parameters travel while others are updated; no more."""
@@ -754,7 +755,7 @@ def roofline(cfg: Config, gpus: int, stage: Stage) -> dict[str, float]:
 def rooflines(settings: dict[str, str], preset: str) -> Iterator[str]:
     """Yields a line per number of GPUs and stage: the parts, the step, its tok/s per GPU and mfu."""
     from tools.run.plan import listed
-    cfg = train_gpt.load_config(dict(os.environ) | settings | dict(PRESET=preset))
+    cfg: Any = train_gpt.load_config(dict(os.environ) | settings | dict(PRESET=preset))
     cfg = train_gpt.replace(cfg, vocab_size=cfg.vocab_size or 1024)
     for gpus in (1, 8):
         for stage in distinct_stages(cfg):

@@ -7,9 +7,9 @@
     python tools/dev/compare_trees.py BEFORE AFTER --planted                    and the tool must find seven
 
 BEFORE and AFTER are folders with a train_gpt.py. There is one case per preset: the preset itself at toy
-size, on made-up tokens, on the CPU, fp32, not compiled, one thread per rank. Compared exactly are the
+size, on dummy tokens, on the CPU, fp32, not compiled, one thread per rank. Compared exactly are the
 train_loss of every step and every val_loss (both from events.jsonl), the tensors of final_model.pt, the
-artifact if the game has one, and the scores, steps and tokens of result.json. The bytes of two artifacts
+artifact if the recipe has one, and the scores, steps and tokens of result.json. The bytes of two artifacts
 are compared as well if their payloads agree in everything but the tensors.
 
 One line per case and number of ranks; exit 1 if anything differs. --planted adds a pair of runs per preset
@@ -105,12 +105,12 @@ def settings_of(case: str, steps: int) -> dict[str, str]:
     return settings
 
 
-# ------------------------------------------------------------ made-up data
+# ------------------------------------------------------------ dummy data
 BOS = 1
 BYTES_PER_TOKEN = 3  # as the manifest states it, so that there is a val_bpb
 
 
-def made_up_documents(total: int, seed: int) -> list[list[int]]:
+def dummy_documents(total: int, seed: int) -> list[list[int]]:
     """Documents of 20 to 299 tokens, about `total` in all. Each token has four successors, of which the first
     is the likeliest, so that there is something to learn and n-grams come back."""
     successors = np.random.default_rng(0).integers(2, 512, (512, 4)).tolist()  # the same for any seed
@@ -135,7 +135,7 @@ def write_data(root: Path) -> None:
     folder.mkdir(parents=True)
     files = []
     for seed, (split, total) in enumerate([("val", 3_000)] + 3 * [("train", 100_000)]):
-        documents = made_up_documents(total, seed)
+        documents = dummy_documents(total, seed)
         tokens = np.concatenate(documents).astype("<u2")
         header = np.zeros(256, "<i4")
         header[:3] = 20240520, 1, len(tokens)
@@ -144,7 +144,7 @@ def write_data(root: Path) -> None:
         # the groups of documents that packing=best_fit deals to the ranks
         groups = [16] * -(-len(documents) // 16)
         files.append(dict(path=path.name, split=split, tokens=len(tokens), row_groups=groups))
-    val_bytes = BYTES_PER_TOKEN * files[0]["tokens"]
+    val_bytes = BYTES_PER_TOKEN * int(str(files[0]["tokens"]))
     manifest = dict(version=1, name="toy", tokenizer=dict(vocab_size=512, bos_id=BOS, lossless=False),
                     files=files, val_bytes=val_bytes, text_fingerprint="toy")
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -220,7 +220,7 @@ class Finished:
     val_losses: dict[str, float]
     results: dict[str, Any]
     tensors: dict[str, Tensor]
-    artifact_tensors: dict[str, Tensor]  # {} if the game has no artifact
+    artifact_tensors: dict[str, Tensor]  # {} if the recipe has no artifact
     artifact: bytes
     artifact_about: dict[str, Any]  # the rest of its payload
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -21,7 +22,7 @@ def rows(flags: list[str], env: Mapping[str, str]) -> Iterator[str]:
     """Yields a line per depth; depths that something given does not fit are left out. Raises Refused."""
     for depth in DEPTHS:
         with suppress(train_gpt.Refused):
-            cfg = train_gpt.load_config(env, ["--preset=gpt2", VOCABULARY, *flags, f"--depth={depth}"])
+            cfg: Any = train_gpt.load_config(env, ["--preset=gpt2", VOCABULARY, *flags, f"--depth={depth}"])
             tokens = train_gpt.planned_tokens(cfg)
             each = flops_per_token(cfg)
             hours = each * tokens / (8 * H100_FLOPS * MFU) / 3600

@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from PIL import Image
 
@@ -40,7 +41,8 @@ BOARD_HEIGHT = 1900     # pixels: table, curves, and where the constants begin
 
 def conditions() -> str:
     """On what kind of machine, how busy, and with which constants from the environment."""
-    machine = train_gpt.hardware(SimpleNamespace(on_gpu=False, world_size=1)).partition(" x ")[2]
+    cpu: Any = SimpleNamespace(on_gpu=False, world_size=1)      # as much of a Team as is asked for
+    machine = train_gpt.hardware(cpu).partition(" x ")[2]
     cores = os.cpu_count()
     busy = os.getloadavg()[0]
     beside = ", other work beside it" if busy > cores + 1 else ""

@@ -46,13 +46,13 @@ class Finder:
         here = dict(function="", lines=range(0), imported=True, names=frozenset(), gpu=False)
         self.statements(ast.parse(source).body, here)
 
-    def begin(self, node: ast.AST) -> int:
+    def begin(self, node: ast.stmt | ast.expr) -> int:
         return self.line_starts[node.lineno - 1] + node.col_offset
 
-    def end(self, node: ast.AST) -> int:
+    def end(self, node: ast.stmt | ast.expr) -> int:
         return self.line_starts[node.end_lineno - 1] + node.end_col_offset
 
-    def segment(self, node: ast.AST) -> str:
+    def segment(self, node: ast.stmt | ast.expr) -> str:
         return self.source[self.begin(node):self.end(node)].decode()
 
     def add(self, here: dict[str, Any], kind: str, start: int, end: int, text: str) -> None:
@@ -76,7 +76,7 @@ class Finder:
             if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
                 self.statement(node, here)
 
-    def statement(self, node: ast.AST, here: dict[str, Any]) -> None:
+    def statement(self, node: Any, here: dict[str, Any]) -> None:
         """Mutants of a statement; of a compound one also those of what is in it."""
         last = node.end_lineno
         end = self.end(node)
@@ -91,7 +91,8 @@ class Finder:
             target = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
             here |= dict(function=f"{here['function']}.{target}".lstrip("."), names=frozenset({target}))
         if self.can_be_dropped(node, here):
-            self.add(here, "dropped line", *here["whole"], "pass")
+            start, end = here["whole"]
+            self.add(here, "dropped line", start, end, "pass")
         for target in getattr(node, "targets", []):
             self.bound.add(ast.unparse(target))
         if isinstance(node, ast.AugAssign) and type(node.op) in SWAPS:
@@ -109,7 +110,7 @@ class Finder:
             below = here | dict(gpu=here["gpu"] or gpu and "not " not in ast.unparse(node.test))
             self.statements(part.body if isinstance(part, ast.ExceptHandler) else [part], below)
 
-    def definition(self, node: ast.AST, here: dict[str, Any]) -> None:
+    def definition(self, node: Any, here: dict[str, Any]) -> None:
         """A function or a class."""
         name = f"{here['function']}.{node.name}".lstrip(".")
         here |= dict(function=name, names=frozenset({*name.split(".")} - {"__init__"}))
@@ -135,7 +136,8 @@ class Finder:
         bare_return = isinstance(node, ast.Return) and node.value is None
         return isinstance(node, DROPPED + (ast.Expr,)) or bare_return
 
-    def swap(self, operator: ast.AST, left: ast.AST, right: ast.AST, here: dict[str, Any], kind: str) -> None:
+    def swap(self, operator: ast.AST, left: ast.expr, right: ast.expr, here: dict[str, Any],
+             kind: str) -> None:
         """The operator between two expressions for another."""
         old, new = SWAPS[type(operator)]
         start = self.end(left)

@@ -94,7 +94,7 @@ PLAIN_TRIES = multiples((0.5, 0.25, 1), MATRIX_LR=0.03, EMBED_LR=0.3, HEAD_LR=0.
 TINY_TRIES = multiples((1, 0.5, 2), MATRIX_LR=0.03, EMBED_LR=0.3, HEAD_LR=0.008, SCALAR_LR=0.04)
 
 # Multiples of the record's rates, that of the embedding times (128 / 512)**-0.5, by the rule of --proxy; the
-# momentum of the game's first baseline; last the record's momentum of 0.99, which is for longer runs.
+# momentum of the track's first baseline; last the record's momentum of 0.99, which is for longer runs.
 GOLF_RATES = multiples((2, 1), MATRIX_LR=0.02, TIED_EMBED_LR=0.06, SCALAR_LR=0.02)
 MOMENTUM = dict(MUON_MOMENTUM="0.95", MUON_MOMENTUM_WARMUP_START="0.85")
 GOLF_TRIES = (GOLF_RATES[0] | MOMENTUM, GOLF_RATES[1] | MOMENTUM, GOLF_RATES[1])

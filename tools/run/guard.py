@@ -88,8 +88,8 @@ class Guarded:
         self.control, theirs = socket.socketpair()
         command = [sys.executable, __file__, str(PATIENCE), *imports]
         # a session of its own: a signal of the terminal reaches it once, from the launcher
-        self.process = subprocess.Popen(command, stdin=theirs, stdout=stdout, stderr=stderr, env=dict(env),
-                                        start_new_session=True, text=True, errors="replace")
+        self.process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=stdout, stderr=stderr,
+                                        env=dict(env), start_new_session=True, text=True, errors="replace")
         theirs.close()
 
     def tell(self, message: dict[str, Any]) -> None:

@@ -63,8 +63,9 @@ def read_words(argv: Sequence[str], env: Mapping[str, str]) -> Words:
             own[flag] = text
         else:
             own[flag] = "" if flag == "--proxy" else "1"
-    switches = [own[flag].lower() not in OFF for flag in ("--script", "--dry-run", "--help")]
-    return Words(constants, switches[0], own["--proxy"], *switches[1:], own["--logger"], own["--restarts"])
+    on = {flag: own[flag].lower() not in OFF for flag in ("--script", "--dry-run", "--help")}
+    return Words(constants, on["--script"], own["--proxy"], on["--dry-run"], on["--help"], own["--logger"],
+                 own["--restarts"])
 
 
 def trainer_help(words: Words) -> int:
@@ -88,8 +89,9 @@ def refuse(sentence: str) -> int:
 class Launcher:
     """What the parts of a run have in common. env: the environment of each."""
 
-    def __init__(self, env: Mapping[str, str], logger: Logger, restarts: int) -> None:
+    def __init__(self, env: Mapping[str, str], logger: Logger, restarts: int, proxy: bool = False) -> None:
         self.env = env
+        self.proxy = proxy
         self.logger = logger
         self.restarts = restarts  # that are left
         self.signals = Signals()
@@ -168,7 +170,8 @@ def launch(argv: Sequence[str], launcher: Launcher) -> int:
     finally:
         launcher.screen.close()
         trainer.end()
-    show_result(launcher.folder, code, launcher.env, launcher.signals, launcher.logger)
+    env = {**launcher.env, "PROXY": "1"} if launcher.proxy else launcher.env
+    show_result(launcher.folder, code, env, launcher.signals, launcher.logger)
     return code
 
 
@@ -191,7 +194,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     print(*notes, sep="\n", end="\n" * bool(notes), flush=True)
     of_parts = {name: text for name, text in {**env, **changes}.items() if name not in OWN}
     try:
-        return launch(argv, Launcher(of_parts, logger, int(words.restarts or 0)))
+        return launch(argv, Launcher(of_parts, logger, int(words.restarts or 0), words.proxy is not None))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

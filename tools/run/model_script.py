@@ -179,6 +179,7 @@ def model_of(tree: ast.Module, recipe: str) -> str:
     make_model = next(node for node in class_named(tree, recipe).body
                       if isinstance(node, ast.FunctionDef) and node.name == "make_model")
     made = next(node.value for node in ast.walk(make_model) if isinstance(node, ast.Return))
+    assert isinstance(made, ast.Call)
     return ast.unparse(made.func)
 
 
@@ -204,10 +205,11 @@ def recipe_lines(trainer: Module, recipe: str, own: Definition, reach: Reach,
     return out
 
 
-def imports_of(node: ast.AST, names: set[str]) -> str:
+def imports_of(node: ast.Try, names: set[str]) -> str:
     """The imports below a `try` statement whose names are reached, without what it does where they fail."""
     out = []
     for statement in node.body:
+        assert isinstance(statement, ast.Import | ast.ImportFrom)
         statement.names = [alias for alias in statement.names
                            if (alias.asname or alias.name.split(".")[0]) in names]
         if statement.names:

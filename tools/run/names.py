@@ -8,7 +8,7 @@ from train_gpt import RECIPES, Refused, fields, recipe_of, require
 
 OF_LAUNCHERS = (*LAUNCH_NUMBERS, "MASTER_ADDR", "NPROC_PER_NODE", "NNODES", "NODE_RANK")
 OF_RUN_SH = ("DRY_RUN", "SCRIPT", "PROXY", "RESTARTS", "LOGGER", "HELP")  # what it takes besides constants
-# Constants of a game's public script that our recipe lacks: {preset: {name: the value built in; None: any}}
+# Constants of a record's public script that our recipe lacks: {preset: {name: the value built in; None: any}}
 UNUSED: dict[str, dict[str, str | None]] = {
     "golf": dict(TIE_EMBEDDINGS="1", EMBED_LR=None, HEAD_LR=None),
     "golf_plus": dict(TIE_EMBEDDINGS="1", EMBED_LR=None, HEAD_LR=None),
@@ -108,8 +108,8 @@ def as_flag(name: str) -> str:
 
 
 def check_built_in(preset: str, name: str, text: str | None) -> str:
-    """The line about a constant that only the game's public script has. Raises Refused for another value than
-    the one that is built into our recipe."""
+    """The line about a constant that only the record's public script has. Raises Refused for another value
+    than the one that is built into our recipe."""
     wanted = UNUSED[preset][name]
     require(wanted in (None, text), f"{name}={text}: in {preset} it is always {wanted}")
     return f"{name}: accepted, as the public script has it; {preset} does not need it"

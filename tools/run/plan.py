@@ -116,7 +116,7 @@ def slow_machine(cfg: Any, machine: Machine) -> str:
 
 
 def slow_sliding(cfg: Any, count: int) -> str:
-    """If the sliding score of `count` tokens cannot end on 8 H100s within the time that the game allows: how
+    """If the sliding score of `count` tokens cannot end on 8 H100s within the time that the track allows: how
     long it takes at least; else empty."""
     if not vars(cfg).get("eval_sliding", 0) or not cfg.artifact_bytes_limit:
         return ""
@@ -126,7 +126,7 @@ def slow_sliding(cfg: Any, count: int) -> str:
     seconds = forward / (MOST_SCORING_PART * 8 * H100_FLOPS)
     if seconds <= SCORING_SECONDS:
         return ""
-    return (f"sliding of {count} tokens takes more than {seconds:.0f} s on 8 H100, and the game allows "
+    return (f"sliding of {count} tokens takes more than {seconds:.0f} s on 8 H100, and the track allows "
             f"{SCORING_SECONDS}: raise EVAL_SLIDING, or set ARTIFACT_BYTES_LIMIT=0")
 
 

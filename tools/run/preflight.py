@@ -113,7 +113,7 @@ def preflight(env: Mapping[str, str], words: Sequence[str], log: Log = say, dry_
 
 
 def counts_its_script(preset: str) -> bool:
-    """Does the game count the bytes of the script? ./run.sh then trains with one that holds this recipe
+    """Does the track count the bytes of the script? ./run.sh then trains with one that holds this recipe
     alone."""
     return recipe_of(preset).artifact_bytes_limit > 0
 

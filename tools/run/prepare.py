@@ -79,7 +79,7 @@ def fetch(arguments: Sequence[str]) -> int:
             pass
 
 
-def fetch_missing(missing: Sequence[Sequence[str]]) -> None:
+def fetch_missing(missing: Sequence[list[str]]) -> None:
     """Gets data. Raises Ended. Without the tasks of CORE a run with CORE=0 goes on; preflight refuses
     others."""
     for arguments in missing:

@@ -64,12 +64,21 @@ class ProxySize(NamedTuple):
     on_gpu: bool
 
 
+def lines_of(rows: list[Scaled], full: Any) -> list[str]:
+    """What differs from the recipe, a line per rule."""
+    by_rule: dict[str, list[str]] = {}
+    for row in rows:
+        if row.value != getattr(full, row.name):
+            by_rule.setdefault(row.rule, []).append(f"{row.name}={show(row.value)}")
+    return [f"proxy {', '.join(changed)}: {rule}" for rule, changed in by_rule.items()]
+
+
 def value_of(rows: list[Scaled], name: str) -> Any:
     """The value of a proxy's constant."""
     return {row.name: row.value for row in rows}[name]
 
 
-def proxy_shape(full: Config, size: ProxySize) -> list[Scaled]:
+def proxy_shape(full: Any, size: ProxySize) -> list[Scaled]:
     """Width, heads and vocabulary. full: the recipe."""
     width = size.width
     possible = [n for n in range(2, full.num_heads + 1, 2) if width % (2 * n) == 0]
@@ -80,7 +89,7 @@ def proxy_shape(full: Config, size: ProxySize) -> list[Scaled]:
             Scaled("vocab_size", size.vocab_size, "that of the text")]
 
 
-def proxy_length(full: Config, shape: list[Scaled], steps: int, tokens_per_weight: float) -> list[Scaled]:
+def proxy_length(full: Any, shape: list[Scaled], steps: int, tokens_per_weight: float) -> list[Scaled]:
     """Steps, and the batch that follows from them. full: the recipe, whose run takes `steps`. shape: the
     proxy's other sizes."""
     small = replace(full, **{row.name: row.value for row in shape})
@@ -104,7 +113,7 @@ def proxy_length(full: Config, shape: list[Scaled], steps: int, tokens_per_weigh
         Scaled("max_epochs", 0, "a small text is read again")]
 
 
-def proxy_rates(full: Config, width: int, reference: int, tables: Sequence[str]) -> list[Scaled]:
+def proxy_rates(full: Any, width: int, reference: int, tables: Sequence[str]) -> list[Scaled]:
     """Learning rates. reference: the width for which `full` states them. tables: constants of the rates of
     embeddings and lm_head."""
     factor = (width / reference) ** -0.5
@@ -119,29 +128,30 @@ def proxy_rates(full: Config, width: int, reference: int, tables: Sequence[str])
 def proxy_rows() -> list[Scaled]:
     """Rows of the whole text, for recipes that read only the beginnings of documents: at a small width those
     are so short that a proxy would read a small part of the text several times."""
-    return [Scaled("packing", "rows", "the whole text: beginnings of documents would be a small part of it"),
-            Scaled("shuffle", True, "in one random order"),
-            Scaled("seq_schedule", (1,), "rows of one length, as many tokens a step")]
+    rule = "rows of one length from the whole text, in one random order"
+    rows: dict[str, Any] = dict(packing="rows", shuffle=True, seq_schedule=(1,))
+    return [Scaled(name, value, rule) for name, value in rows.items()]
 
 
 def proxy_scores(context: int, size: ProxySize) -> list[Scaled]:
     """Scores, artifact, clock and compiler. context: tokens per row in evaluation."""
+    rule = "scored once, at the end, on the same part of val at any width"
     scores = [
-        Scaled("eval_context", context, "tokens per row"),
-        Scaled("val_tokens", size.val_tokens, "the same part of val at any width"),
-        Scaled("val_batch_size", max(context, 16_384 // context * context), "fits any machine"),
-        Scaled("val_loss_every", 0, "only the final one counts"),
-        Scaled("artifact_bytes_limit", 0, "bytes are no part of a proxy"),
+        Scaled("eval_context", context, rule),
+        Scaled("val_tokens", size.val_tokens, rule),
+        Scaled("val_batch_size", max(context, 16_384 // context * context), rule),
+        Scaled("val_loss_every", 0, rule),
+        Scaled("artifact_bytes_limit", 0, "the trained weights are scored"),
         Scaled("score_artifact", False, "the trained weights are scored"),
         Scaled("max_wallclock_seconds", 0.0, "steps end the run: a slow machine trains the same model")]
     if not size.on_gpu:
         scores += [Scaled("compile", False, "compiling every stage would take longer than it saves"),
-                   Scaled("warmup_steps", 1, "there is nothing to compile"),
+                   Scaled("warmup_steps", 1, "compiling every stage would take longer than it saves"),
                    Scaled("dtype", "float32", "faster at these widths, and alike on all CPUs")]
     return scores
 
 
-def proxy_text(path: str, full: Config) -> tuple[int, int]:
+def proxy_text(path: str, full: Any) -> tuple[int, int]:
     """The vocabulary of a dataset, and how many tokens of its val split are scored; 0: all. If it is not
     there, those of the embedded corpus; without a tokenizer, the recipe's vocab_size."""
     try:
@@ -154,7 +164,7 @@ def proxy_text(path: str, full: Config) -> tuple[int, int]:
 
 
 # ---------- the rules of the recipes
-def golf_shape(full: Config, size: ProxySize) -> list[Scaled]:
+def golf_shape(full: Any, size: ProxySize) -> list[Scaled]:
     """The sizes of the golf recipes' proxies, with as many query heads per key head as in the recipe."""
     shape = proxy_shape(full, size)
     kv_heads = value_of(shape, "num_heads") * full.num_kv_heads // full.num_heads
@@ -194,7 +204,7 @@ def golf_plus_proxy(full: GolfPlus, size: ProxySize) -> list[Scaled]:
     ] + proxy_scores(value_of(shape, "train_seq_len"), size)
 
 
-def speedrun_windows(full: Config, share: float) -> list[Scaled]:
+def speedrun_windows(full: Any, share: float) -> list[Scaled]:
     """Windows, documents and rows in proxies of the speedruns. share: proxy's width / recipe's width."""
     block = max(4, round(full.window_block * share))
     windows = [stage.window // full.window_block * block for stage in full.stages()]
@@ -208,7 +218,7 @@ def speedrun_windows(full: Config, share: float) -> list[Scaled]:
         Scaled("train_seq_len", longest, "one document: a CPU computes masked attention in full")]
 
 
-def speedrun_decay(full: Config, batch: int) -> list[Scaled]:
+def speedrun_decay(full: Any, batch: int) -> list[Scaled]:
     """Weight decay, momentum cooldown, gradient scale and fp8 in proxies of the speedruns. batch: tokens
     per step of the proxy."""
     ranks = max(1, round(full.loss_sum_ranks * batch / full.train_batch_tokens))
@@ -265,7 +275,7 @@ def speedrun_plus_proxy(full: SpeedrunPlus, size: ProxySize) -> list[Scaled]:
     ] + proxy_rows() + proxy_scores(8 * value_of(shape, "max_doc_len"), size)
 
 
-def gpt2_shape(full: Config, size: ProxySize) -> tuple[Config, list[Scaled]]:
+def gpt2_shape(full: Any, size: ProxySize) -> tuple[Config, list[Scaled]]:
     """-> (the recipe at the proxy's depth, the proxy's sizes). A layer per 64 channels, as on the dial, but
     at least four, so that each kind of layer occurs; --depth overrides that. Windows and value embeddings
     follow the depth."""
@@ -278,7 +288,7 @@ def gpt2_shape(full: Config, size: ProxySize) -> tuple[Config, list[Scaled]]:
     return replace(full, **full.size_of_depth(depth)), rows
 
 
-def gpt2_rates(full: Config, size: ProxySize) -> list[Scaled]:
+def gpt2_rates(full: Any, size: ProxySize) -> list[Scaled]:
     """Rates of the dial's reference model, for embeddings and lm_head scaled with the width; weight decay;
     fp8 and CORE off. The dial's batch factor is left out: the batch shrinks only because the run does."""
     reference = type(full)()
@@ -358,7 +368,10 @@ def expand_proxy(argv: Sequence[str], env: Mapping[str, str], log: Log = print_l
     if preset not in PROXIES:
         raise Refused(f"{preset} has no proxy; these have: {', '.join(PROXIES)}")
     path = given.get("data_path", PROXY_DATA)
-    full = preset_config(preset)
+    recipe = preset_config(preset)
+    full: Any = recipe
+    if "window_schedule" in given and hasattr(full, "window_block"):  # in the recipe's tokens
+        full = preset_config(preset, {"window_schedule": given.pop("window_schedule")})
     known = {field.name for field in fields(full)}
     on_gpu = torch.cuda.is_available() and given.get("device") != "cpu"
     vocab_size, val_tokens = proxy_text(path, full)
@@ -380,7 +393,7 @@ def expand_proxy(argv: Sequence[str], env: Mapping[str, str], log: Log = print_l
     # 3. its flags
     rows = scaled(width)
     log(f"proxy: {preset} at width {width} instead of {full.model_dim}")
-    log(*[f"proxy {row.name}={show(row.value)}: {row.rule}" for row in rows])
+    log(*lines_of(rows, recipe))
     return [*others, *proxy_flags(rows)]
 
 
@@ -399,7 +412,7 @@ def largest_proxy(scaled: Callable[[int], list[Scaled]], widths: list[int], othe
     return best
 
 
-def proxy_seconds(cfg: Config, env: Mapping[str, str]) -> float:
+def proxy_seconds(cfg: Any, env: Mapping[str, str]) -> float:
     """Estimated seconds of training, from uncompiled steps of the last stage, which are the longest."""
     team = Team(cfg, env)
     if team.world_size > 1:

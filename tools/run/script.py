@@ -131,7 +131,8 @@ def registry_of(tree: ast.Module) -> tuple[ast.Assign, dict[str, str]]:
     """The statement that makes the registry of recipes, and {preset: name of its class}."""
     registry = next(node for node in tree.body if isinstance(node, ast.Assign)
                     and ast.unparse(node.targets[0]) == "RECIPES")
-    return registry, {keyword.arg: ast.unparse(keyword.value) for keyword in registry.value.keywords}
+    assert isinstance(registry.value, ast.Call)     # dict(golf=Golf, ...)
+    return registry, {str(keyword.arg): ast.unparse(keyword.value) for keyword in registry.value.keywords}
 
 
 def with_one_recipe(text: str, preset: str) -> str:

@@ -1,9 +1,10 @@
-"""tools/run/show.py FOLDER: what came of a run: samples of its model, loss.png, one screen about the result.
+"""tools/run/show.py FOLDER: the result of a run: samples, loss.png, the last screen.
 
 ./run.sh calls it after each successful run. It reads what the run left in its folder: the artifact,
 events.jsonl and result.json. If something cannot be shown, a line says why; no result depends on it.
 """
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ if __name__ == "__main__":  # our modules are those of this checkout, whatever e
     sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
 from data import inputs  # noqa: E402
 from records.judge.runs import Run, batch_means, read_events, run_of_events  # noqa: E402
+from records.judge.scores import partial_line  # noqa: E402
 from records.show.curves import SPLITS  # noqa: E402
 from tools.run.sample import (  # noqa: E402
     SAMPLES, Refused, Settings, brief, demand, find_model, import_script, keep, sample_lines)
@@ -90,7 +92,7 @@ def changes_of(result: dict[str, Any]) -> str:
 
 def draw_run(folder: Path, result: dict[str, Any], target: dict[str, Any]) -> None:
     """Draws loss.png of a finished run: train_loss as means of many batches, val_loss, the loss on the part
-    of val that is scored during training, the schedule. target: what records/targets.json has for the game;
+    of val that is scored during training, the schedule. target: what records/targets.json has for the track;
     in grey are the record's curve and final scores to compare with, as nats per token of this text."""
     from matplotlib.figure import Figure
     run = run_of_events(folder / "train.log", read_events(folder))
@@ -139,8 +141,8 @@ def scores_text(result: dict[str, Any]) -> str:
 
 
 def distance(result: dict[str, Any], other: dict[str, Any]) -> str:
-    """How far a result is from one of targets.json, in a line. Where that has `seconds`, the game is to reach
-    its value in fewer of them."""
+    """How far a result is from one of targets.json, in a line. Where that has `seconds`, the goal is its
+    value in fewer of them."""
     goal = f"{other['metric']} {other['value']:.10g}"
     seconds = other.get("seconds")
     what = f"{other['name']}: {f'{seconds} s to ' if seconds else ''}{goal} ({other['about']})"
@@ -157,6 +159,28 @@ def distance(result: dict[str, Any], other: dict[str, Any]) -> str:
     return f"{abs(gap):.4f}{unit} {'behind' if gap > 0 else 'ahead of'} {what}"
 
 
+def baseline_line(folder: Path, result: dict[str, Any]) -> str:
+    """How far a run is from the newest other one on the same data that differs in the fewest constants."""
+    def changes(other: dict[str, Any]) -> list[str]:
+        return [name for name, text in result["config"].items()
+                if other["config"].get(name) != text and name not in ("run_id", "seed")]
+
+    found = []
+    for path in folder.parent.glob("*/result.json"):
+        other = json.loads(inputs.read_text(path))
+        same = all(other.get(name) == result.get(name) for name in ("preset", "data"))
+        if path.parent != folder and same and other.get("val_loss_partial") is not None:
+            found.append((-len(changes(other)), path.stat().st_mtime, path.parent.name, other))
+    if not found:
+        return "no run to compare with yet: the recipe without changes is its own baseline"
+    _, _, name, other = max(found, key=lambda row: row[:2])
+    gap = result["val_loss_partial"] - other["val_loss_partial"]
+    differ = [f"{name} {other['config'].get(name)}" for name in changes(other)]
+    shown = ", ".join(differ[:3]) or "another seed"
+    shown += f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+    return f"{abs(gap):.4f} {'behind' if gap > 0 else 'ahead of'} logs/{name} ({shown})"
+
+
 def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
     """The screen after a run: score, what it compares with, the files, what to try next."""
     yield ""
@@ -168,13 +192,20 @@ def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
            f"{result['train_time_ms'] / 1e3:.1f} s ({result['tok_per_s']:,} tok/s)")
     for other in target_of(result).get("compare", ()):
         yield f"  {distance(result, other)}"
+    if result.get("val_loss_partial") is not None:
+        yield f"  {baseline_line(folder, result)}"
+        yield partial_line([run_of_events(folder / "train.log", read_events(folder))])
     made = [name for name in (SAMPLES, "loss.png") if (folder / name).exists()]
     names = ", ".join(["train.log", "result.json", *made, "train_gpt.py"])
     model = next((path.name for path in sorted(folder.glob("final_model.*.ptz"))), "final_model.pt")
     yield f"in {folder}/: {names}, {model} ({size_text((folder / model).stat().st_size)})"
     if SAMPLES in made:
         yield f'more samples: ./run.sh sample {folder.name} "a prompt" "another one"'
-    if result["overrides"].keys() - {"run_id", "seed"}:
+    if os.environ.get("PROXY"):
+        size = f"--preset {result['preset']} --proxy {result['config']['model_dim']}"
+        yield (f'next: ./run.sh record try "what it is" NAME=value {size} trains the recipe with and without '
+               "a change, seed by seed: docs/proxy.md")
+    elif result["overrides"].keys() - {"run_id", "seed"}:
         yield "next: better, or luck? ./run.sh record compare trains both several times: docs/first_change.md"
     else:
         yield "next: change a number, say ./run.sh MATRIX_LR=0.02, and compare: docs/first_change.md"

@@ -76,7 +76,7 @@ class Progress:
         self.step: tuple[int, float, int, int, float] | None = None
         self.losses = deque(maxlen=10)      # (step, loss) of the last reports
         self.trained = self.paced = False
-        self.pace = None        # the record's, once the log tells the recipe
+        self.pace: dict[str, Any] | None = None     # the record's, once the log tells the recipe
 
     def read(self, line: str) -> str | None:
         """Takes a line in. Returns what a terminal shows of it; None: nothing."""
@@ -179,7 +179,7 @@ class Progress:
 
 
 def pace_of(folder: Path) -> dict[str, Any]:
-    """The pace of the record of a run's game, from targets.json; {} where the run changes the recipe."""
+    """The pace of the record of a run's track, from targets.json; {} where the run changes the recipe."""
     with suppress(Exception):   # it is a hint: the run goes on without
         start = start_of(folder)
         changed = {*start["overrides"]} - {"run_id", "seed"}
@@ -305,8 +305,9 @@ def show_line(line: str, screen: Screen, progress: Progress) -> None:
 
 # ------------------------------------------------------------ signals
 # What asks a run to stop -> what the trainer gets, which saves a checkpoint first
-STOPS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM,
-         signal.SIGUSR1: signal.SIGUSR1}
+STOPS: dict[int, int] = {
+    signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1}
 PASSED = (signal.SIGQUIT, signal.SIGUSR2)   # end it at once
 STOPPING = "stopping: a checkpoint is saved first if training has begun; Ctrl-C again ends it at once"
 
@@ -357,14 +358,15 @@ class Signals:
             self.child.go_on()
 
 
-# ------------------------------------------------------------ games
+# ------------------------------------------------------------ the track
 def target_of(result: dict[str, Any]) -> dict[str, Any]:
-    """What records/targets.json has for the run's game; {} where the run played another one."""
-    other_game = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "iterations",
+    """What records/targets.json has for the run's track; {} where the run changes what the track fixes, or
+    its recipe has no track."""
+    fixed = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "iterations",
                   "max_wallclock_seconds"}
-    if other_game & {*result["overrides"]}:
+    if fixed & {*result["overrides"]}:
         return {}
-    return json.loads(inputs.read_text(HOME / "targets.json"))[track_of(result["preset"])]
+    return json.loads(inputs.read_text(HOME / "targets.json")).get(track_of(result["preset"]), {})
 
 
 # ------------------------------------------------------------ LOGGER
@@ -373,7 +375,7 @@ class Logger:
     run goes on without one that fails."""
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.run = None
+        self.run: Any = None        # of the library that kind names
         self.opened = False
         if kind == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
@@ -471,7 +473,8 @@ def show_result(folder: Path, code: int, env: Mapping[str, str], signals: Signal
     its exit code."""
     samples = []
     if code == 0 and (folder / "result.json").exists():
-        showing = Guarded(env)
+        # the run's own are in its result.json: a flag goes before a variable
+        showing = Guarded({name: env[name] for name in env if name not in ("DATA_PATH", "TOKENIZER_PATH")})
         signals.follow(showing)
         showing.run([str(SHOW), str(folder)])
         showing.wait()
@@ -481,6 +484,9 @@ def show_result(folder: Path, code: int, env: Mapping[str, str], signals: Signal
 
 def main(words: list[str]) -> int:
     """Runs a script, shown as ./run.sh shows the trainer. Returns its exit code."""
+    if not words:
+        print("watch.py: which script? python tools/run/watch.py SCRIPT [WORD ...]", file=sys.stderr)
+        return 2
     logger = open_logger(os.environ.get("LOGGER", ""))
     if not logger:
         return 2
