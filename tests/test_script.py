@@ -182,7 +182,7 @@ GATED = [   # what a copy of golf's section needs for SwiGLU and a learned gate 
                            "        linear = self.kernels.linear\n"
                            "        hidden = F.silu(linear(h, self.fc_gate)) * linear(h, self.fc)\n"
                            "        return linear(hidden, self.mlp_proj)\n\n"),
-    ("        return linear(y.flatten(2)", "        y = 2 * gate(h, self.head_gate)[..., None] * y\n")]
+    ("        return product(y.flatten(2)", "        y = 2 * gate(h, self.head_gate)[..., None] * y\n")]
 
 
 def with_gated_golf(text):
