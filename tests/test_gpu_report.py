@@ -740,7 +740,7 @@ def test_the_structure_on_the_stand_in(tmp_path):
             "environment,numbers,alternatives,loop",
             "--minutes=60",
         ],
-        env=static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path),
+        env=static_gpu.environment(library, static_gpu.CARDS["h100"], 1, tmp_path),
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -542,7 +542,7 @@ def moved_bytes(what, tmp_path):
     """[(name, bytes)] of the kernels in a step of TRANSPOSED, compiled for an H100. Those of ours lose the
     number that Inductor adds to their name."""
     library = static_gpu.build(tmp_path)
-    env = static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path)
+    env = static_gpu.environment(library, static_gpu.CARDS["h100"], 1, tmp_path)
     command = [sys.executable, "-c", TRANSPOSED, str(ROOT), what]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
@@ -605,7 +605,7 @@ def test_the_structure_of_runs(tmp_path):
     library = static_gpu.build(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "structure", ROOT / "tests" / "test_gpu.py"],
-        env=static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path),
+        env=static_gpu.environment(library, static_gpu.CARDS["h100"], 1, tmp_path),
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -637,7 +637,7 @@ def test_a_changed_kernel_is_not_taken_from_the_compile_cache(tmp_path):
     for name, text in dict(same=source, changed=changed).items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "train_gpt.py").write_text(text)
-    env = static_gpu.environment(static_gpu.build(tmp_path), static_gpu.GPUS["h100"], 1, tmp_path)
+    env = static_gpu.environment(static_gpu.build(tmp_path), static_gpu.CARDS["h100"], 1, tmp_path)
     said = []
     for folder in (ROOT, tmp_path / "same", tmp_path / "changed"):
         done = subprocess.run([sys.executable, "-c", HITS], env=env | dict(PYTHONPATH=str(folder)),
@@ -653,7 +653,7 @@ def test_numbers_on_the_emulated_gpu(tmp_path):
     library = static_gpu.build(tmp_path)
     names = ["compiled_attention_equals_the_reference[200-True]",
              "compiled_attention_equals_the_reference[1024-False]", "evaluation_equals_the_cpu"]
-    env = static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path)
+    env = static_gpu.environment(library, static_gpu.CARDS["h100"], 1, tmp_path)
     env |= dict(STATIC_COMPUTES="1", TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="0",
                 PYTHONWARNINGS="ignore::UserWarning")
     tests = [f"{ROOT}/tests/test_gpu.py::test_{name}" for name in names]
