@@ -15,12 +15,12 @@ zeros or garbage, so nothing here says anything about numerics or speed; what is
 can be believed. Replaced in Python: NCCL by torch.testing's fake process group (this is rank 0); dense
 attention by functions that allocate what the fused kernels would; the init, which is not drawn.
 
-Milliseconds "at the ceilings" are those of a GPU that reaches the ceilings in tools/run/cards.py in every part, one after
-another: a way to see which part grew, no prediction. Beside the sum stands an estimate for 8 H100: the sum
-times what the game's record logged over what was counted of its own script (FACTORS). The time of the ranks'
-collectives stands beside both. "estimate by what an H100 took" is the counted work at the rates that one H100
-reached, kernel by kernel, and transposing kernels by name (kernel_costs.py). Exit code 1: some PROBLEM line
-was printed.
+Milliseconds "at the ceilings" are those of a GPU that reaches the ceilings in tools/run/cards.py in every
+part, one after another: a way to see which part grew, no prediction. Beside the sum stands an estimate for
+8 H100: the sum times what the game's record logged over what was counted of its own script (FACTORS). The
+time of the ranks' collectives stands beside both. "estimate by what an H100 took" is the counted work at
+the rates that one H100 reached, kernel by kernel, and transposing kernels by name (kernel_costs.py). Exit
+code 1: some PROBLEM line was printed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

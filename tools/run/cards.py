@@ -1,18 +1,18 @@
-"""NVIDIA cards that people train on: what torch and Triton see of each, and what its datasheet says it can do.
+"""NVIDIA cards that people train on: what torch and Triton see of each, and what its datasheet says.
 
 Peaks are dense, with fp32 accumulation; several of the documents print twice as much, with sparsity. Sources:
-h100, h200: NVIDIA H100 and H200 Tensor Core GPU datasheets (989.4 and 1978.9 TFLOPS, 3.35 and 4.8 TB/s), SXM
+h100, h200: NVIDIA H100 and H200 Tensor Core GPU datasheets, SXM
 a100: NVIDIA A100 Tensor Core GPU datasheet, SXM with 80 GB
-b200, b300: NVIDIA HGX B200 and HGX B300 specifications, an eighth of eight GPUs (bf16 36 PFLOPS and fp8 72 with
-    sparsity). B300 has as much bf16 and fp8 as B200: what it has more of is fp4 and memory
+b200, b300: NVIDIA HGX B200 and HGX B300 specifications, an eighth of eight GPUs (bf16 36 PFLOPS and fp8 72,
+    with sparsity). In bf16 and fp8 B300 is as fast as B200: it has more fp4 and memory
 5090: NVIDIA RTX Blackwell GPU Architecture, appendix A
 pro6000: NVIDIA RTX PRO Blackwell GPU Architecture, Workstation Edition
-4090, l4: NVIDIA Ada GPU Architecture, appendix A, version 2.02; NVIDIA L4 datasheet
-3090: NVIDIA Ampere GA102 GPU Architecture, version 2.0, appendix A
+4090, l4: NVIDIA Ada GPU Architecture 2.02, appendix A; NVIDIA L4 datasheet
+3090: NVIDIA Ampere GA102 GPU Architecture 2.0, appendix A
 t4: NVIDIA Turing GPU Architecture, appendix C
-Threads and shared memory: CUDA C++ Programming Guide, "Compute Capabilities", technical specifications per
-compute capability; a block can have 1 KB less than an SM from 8.0 on. GiB: what torch's out-of-memory errors on
-these cards call their total capacity. Nothing here imports torch.
+Threads and shared memory: CUDA C++ Programming Guide, technical specifications per compute capability. From
+8.0 on a block can have 1 KB less than an SM. GiB: the total capacity that torch's out-of-memory errors on
+these cards name. Nothing here imports torch.
 """
 
 import re
@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 
 class Card(NamedTuple):
-    """A card. The last four are the ceilings of `static`: about what such a card reaches, an estimate for all but
-    h100. For h200 and below the first six in the table they are 0.8 of the peak and 0.9 of the bandwidth."""
+    """A card. The last four are the ceilings of `static`: about what such a card reaches. For h100 they are
+    near what was measured; the others are estimates, most of them 0.8 of the peak and 0.9 of the
+    bandwidth."""
 
     name: str  # as torch tells it
     capability: int
@@ -63,11 +64,13 @@ CARDS = {
     "3090": Card("NVIDIA GeForce RTX 3090", 86, 82, 1536, 99 * KB, 23.68, 71e12, 0, 0.936e12,
                  57e12, 0, 41e12, 0.84e12),
 }  # fmt: skip
-# By a card's name; the first that fits counts. bf16 FLOP/s of cards that are no row above, by their datasheets
+# bf16 FLOP/s of cards that have no row above, by their datasheets. The first pattern that fits a name counts
 OTHER_PEAKS = [("MIG", 0.0), ("H[12]00 NVL", 835.5e12), ("H100 PCIe", 756e12), ("L40S", 362e12)]
-PATTERNS = {"h100": "H100", "h200": "H200", "b200": "B200", "b300": "B300", "a100": "A100", "l4": "L4", "t4": "T4",
-            "5090": "RTX 5090", "4090": "RTX 4090", "3090": "RTX 3090",
-            "pro6000": "RTX PRO 6000 Blackwell Workstation"}  # fmt: skip
+PATTERNS = {
+    "h100": "H100", "h200": "H200", "b200": "B200", "b300": "B300", "a100": "A100", "l4": "L4", "t4": "T4",
+    "5090": "RTX 5090", "4090": "RTX 4090", "3090": "RTX 3090",
+    "pro6000": "RTX PRO 6000 Blackwell Workstation",
+}  # fmt: skip
 
 
 def fits(pattern: str, name: str) -> bool:
