@@ -57,7 +57,11 @@ OLDEST_DRIVER = 580  # of NVIDIA for CUDA 13
 ON_STAND_IN = "STATIC_NAME" in os.environ  # tools/gpu/static.py's stand-in for a GPU computes nothing
 # FLEX_OPTIONS to time beside torch's own choice, by the head size of queries and keys: the best of those that
 # static compiles without spilling (docs/log.md)
-TILES: dict[int, list[dict[str, Any]]] = {}
+TILE = dict(fwd_BLOCK_M=128, fwd_BLOCK_N=64, fwd_num_warps=8, fwd_num_stages=3)
+BACKWARD_TILE = dict(
+    bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=8, bwd_num_stages=3
+)
+TILES: dict[int, list[dict[str, Any]]] = {96: [TILE, TILE | BACKWARD_TILE]}
 # ms per step of each stage on 8xH100: what to expect, estimated part by part; what the public record logged
 EXPECTED = {
     "speedrun": [(34.3, 33.6), (60.3, 60.1), (89.5, 88.1)],

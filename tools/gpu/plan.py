@@ -305,10 +305,18 @@ def tell_plan(parts: list[Part], GiB: float, seconds: float, slow: float) -> lis
         late = [part.preset for part in trains if part.name() not in ends]
         line = f"not yet trained to its score on a card: {', '.join(told) or 'none'}"
         lines.append(line + (f"; cannot be done in this time: {', '.join(late)}" if late else ""))
-    late = [part.name() for part in parts if part.name() not in ends]
+    late = [part for part in parts if part.name() not in ends]
     if late:
-        lines.append(f"will not fit: {', '.join(late)}")
+        lines.append(f"will not fit: {by_kind(late)}")
     return lines
+
+
+def by_kind(parts: list[Part]) -> str:
+    """`train: golf, tiny; loop: golf`"""
+    kinds: dict[str, list[str]] = {}
+    for part in parts:
+        kinds.setdefault(part.part, []).append(part.preset)
+    return "; ".join([f"{kind}: {', '.join(presets)}" for kind, presets in kinds.items()])
 
 
 def tell_rest(parts: list[Part], GiB: float) -> str:
@@ -321,4 +329,4 @@ def tell_rest(parts: list[Part], GiB: float) -> str:
         part for part in parts if part.part == "train" and part.preset in presets and part not in undone
     ]
     minutes = minutes_for([*trains, *undone], GiB, slowness(parts))
-    return f"still unseen: {', '.join([part.name() for part in undone])}; about {minutes} minutes"
+    return f"still unseen: {by_kind(undone)}; about {minutes} minutes"

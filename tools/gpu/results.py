@@ -140,8 +140,9 @@ def mfu(preset: str, tokens: int, row_tokens: int, ms: float, gpu: str) -> str:
 
 def times(found: list[dict[str, Any]]) -> str:
     """A row for each timed stage, the newest first."""
-    head = "preset, tokens a step of a rank | card, torch, date, commit | ms, p50 | p99 | MFU | with an eighth"
-    lines = [f"| {head} of the optimizer |", "|---|---|---:|---:|---:|---:|"]
+    head = ["preset, tokens a step of a rank", "card, torch, date, commit", "ms, p50", "p99", "MFU"]
+    head += ["with an eighth of the optimizer"]
+    lines = ["| " + " | ".join(head) + " |", "|---|---|---:|---:|---:|---:|"]
     for report in [report for report in reversed(found) if not report["side_by_side"]]:
         machine = report["machine"]
         torch = machine["torch"].split("+")[0]
