@@ -538,7 +538,8 @@ def test_a_slow_kernel_is_named_with_what_to_set(measured, tmp_path):
 def test_tiles_are_offered_where_attention_is_flex():
     """Of the head size of queries and keys; each with the constant that sets it."""
     documents = torch.zeros(1, 4)
-    run = SimpleNamespace(model=SimpleNamespace(kernels=train_gpt.Kernels()),
+    kernels = train_gpt.Kernels(window=lambda *_: 2)
+    run = SimpleNamespace(model=SimpleNamespace(kernels=kernels),
                           team=SimpleNamespace(device="cpu", on_gpu=True))
     for D, options in gpu_parts.TILES.items():
         call = gpu_parts.Call((1, 6, 4, D), (1, 6, 4, D), (1, 6, 4, 128), 2, documents)
