@@ -535,19 +535,21 @@ def test_a_slow_kernel_is_named_with_what_to_set(measured, tmp_path):
     assert len(named) == 1 and "readable gains" in named[0], found
 
 
-def test_tiles_are_offered_where_attention_is_flex():
-    """Of the head size of queries and keys; each with the constant that sets it."""
+def test_tiles_are_offered_where_attention_is_flex(monkeypatch):
+    """By the card and the head size of queries and keys; each with the constant that sets it."""
     documents = torch.zeros(1, 4)
     kernels = train_gpt.Kernels(window=lambda *_: 2)
     run = SimpleNamespace(model=SimpleNamespace(kernels=kernels),
                           team=SimpleNamespace(device="cpu", on_gpu=True))
-    for D, options in gpu_parts.TILES.items():
+    for (generation, D), options in gpu_parts.TILES.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
         call = gpu_parts.Call((1, 6, 4, D), (1, 6, 4, D), (1, 6, 4, 128), 2, documents)
         found = gpu_parts.attention_options(run, call)
         assert [option.flex for option in found] == [{}, *options] and len(options) == 2
         assert found[1].change == f"FLEX_OPTIONS = {options[0]}"
     dense = gpu_parts.Call((1, 6, 4, 96), (1, 6, 4, 96), (1, 6, 4, 128), 4, None)
-    assert len(gpu_parts.attention_options(run, dense)) == 1 and 96 in gpu_parts.TILES
+    assert len(gpu_parts.attention_options(run, dense)) == 1
+    assert {(generation, 96) for generation in (9, 10, 12)} == {*gpu_parts.TILES}
 
 
 def test_a_pause_on_the_clock_is_named(measured, tmp_path, monkeypatch):

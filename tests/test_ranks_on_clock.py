@@ -1,6 +1,6 @@
-"""What two ranks do for the first time on the clock. Every collective of a step must have run before it, since
-NCCL makes a communicator at its first one, which takes 0.5 to 2.5 s; Python's garbage collector must be off: a
-collection takes up to 0.6 s, on all ranks. On a CPU, with a toy of the speedrun."""
+"""What two ranks do for the first time on the clock. Every collective of a step must have run before it:
+NCCL makes a communicator at its first one, which takes 0.5 to 2.5 s. Python's garbage collector must be off,
+as a collection takes up to 0.6 s on all ranks. On a CPU, with a toy of the speedrun."""
 
 import gc
 import importlib.util

@@ -55,13 +55,23 @@ RANKS = 8  # whose shapes are measured
 LINES_SHOWN = 8  # of the traceback of what failed
 OLDEST_DRIVER = 580  # of NVIDIA for CUDA 13
 ON_STAND_IN = "STATIC_NAME" in os.environ  # tools/gpu/static.py's stand-in for a GPU computes nothing
-# FLEX_OPTIONS to time beside torch's own choice, by the head size of queries and keys: the best of those that
-# static compiles without spilling (docs/log.md)
-TILE = dict(fwd_BLOCK_M=128, fwd_BLOCK_N=64, fwd_num_warps=8, fwd_num_stages=3)
-BACKWARD_TILE = dict(
-    bwd_BLOCK_M1=64, bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=8, bwd_num_stages=3
-)
-TILES: dict[int, list[dict[str, Any]]] = {96: [TILE, TILE | BACKWARD_TILE]}
+
+
+def tile(m: int, n: int, warps: int, stages: int, m1: int = 0, n1: int = 0, *launch: int) -> dict[str, int]:
+    """Of the forward pass and, if given, of the backward pass."""
+    found = dict(fwd_BLOCK_M=m, fwd_BLOCK_N=n, fwd_num_warps=warps, fwd_num_stages=stages)
+    if m1:
+        found |= dict(bwd_BLOCK_M1=m1, bwd_BLOCK_N1=n1, bwd_BLOCK_M2=n1, bwd_BLOCK_N2=m1)
+        found |= dict(bwd_num_warps=launch[0], bwd_num_stages=launch[1])
+    return found
+
+
+# FLEX_OPTIONS to time beside torch's own choice, by the card's generation and the head size of queries and
+# keys: of those that compile without spilling (tiles.py, docs/log.md) the ones to try first
+TILES = {
+    (9, 96): [tile(128, 64, 8, 3), tile(128, 64, 8, 3, 64, 64, 8, 3)],
+    (10, 96): [tile(128, 64, 8, 3), tile(128, 64, 8, 3, 64, 128, 8, 2)],
+}
 # ms per step of each stage on 8xH100: what to expect, estimated part by part; what the public record logged
 EXPECTED = {
     "speedrun": [(34.3, 33.6), (60.3, 60.1), (89.5, 88.1)],
@@ -465,7 +475,7 @@ def attention_options(run: Run, call: Call) -> list[Option]:
     attend = by_kernels(run.model.kernels, call, run.team.device)
     found = [Option("as it is", "", attend)]
     if call.documents is not None and run.team.on_gpu:
-        for options in TILES.get(call.q[3], []):
+        for options in TILES.get((torch.cuda.get_device_capability()[0], call.q[3]), []):
             name = " ".join([f"{name} {value}" for name, value in options.items()])
             found.append(Option(name, f"FLEX_OPTIONS = {options}", attend, options))
     return found

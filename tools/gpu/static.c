@@ -265,7 +265,8 @@ API int cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
     memset(a, 0, sizeof *a);
     a->maxThreadsPerBlock = 1024;
     a->numRegs = 64;
-    a->binaryVersion = a->ptxVersion = CAPABILITY;
+    /* torch has no code of its own for 8.9 and 10.3: there the one before runs, and cub asks which that is */
+    a->binaryVersion = a->ptxVersion = CAPABILITY == 89 ? 86 : CAPABILITY == 103 ? 100 : CAPABILITY;
     a->maxDynamicSharedSizeBytes = SHARED;
     return 0;
 }

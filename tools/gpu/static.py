@@ -806,6 +806,8 @@ def report(title: str, found: dict[str, Any], kernels: int = 0) -> None:
         f"{rehearsal['slowest_ptxas'][1]} s; with stack {len(rehearsal['spilling'])}; rehearsal "
         f"{rehearsal['peak_GiB']} GiB, reserved {rehearsal['reserved_GiB']}"
     )
+    if found["dtype"] == "float32":
+        print("  no bf16 on this card, so activations are fp32: no tensor cores, twice the memory")
     for line in rehearsal["log"]:
         print(f"  log: {line}")
     for name, row in found["stages"].items():

@@ -5,7 +5,7 @@ and 64 with 64, as tiny has). It compiles forward and backward on static.c's sta
 trainer's own functions, one process a card, and needs the interpreter of `./run.sh static`
 (.venv-static/bin/python). torch's own choice comes first. blocks: how many an SM can hold by registers,
 shared memory and threads. It launches nothing, so which of these is fastest only a card can say: gpu-report
-times parts.py's TILES beside torch's choice. """
+times parts.py's TILES beside torch's choice."""
 
 from __future__ import annotations
 
