@@ -71,6 +71,7 @@ def tile(m: int, n: int, warps: int, stages: int, m1: int = 0, n1: int = 0, *lau
 TILES = {
     (9, 96): [tile(128, 64, 8, 3), tile(128, 64, 8, 3, 64, 64, 8, 3)],
     (10, 96): [tile(128, 64, 8, 3), tile(128, 64, 8, 3, 64, 128, 8, 2)],
+    (12, 96): [tile(128, 64, 8, 2), tile(128, 64, 8, 2, 64, 64, 8, 2)],
 }
 # ms per step of each stage on 8xH100: what to expect, estimated part by part; what the public record logged
 EXPECTED = {

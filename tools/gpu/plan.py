@@ -29,6 +29,7 @@ AFTER_TRAIN = ("score", "resume")
 GOALS = [goal for goals in SHOWS.values() for goal in goals]
 PRESETS = ("tiny", "golf", "golf_plus", "speedrun", "speedrun_plus", "gpt2", "gpt2_plus")
 WITH_ARTIFACT = ("tiny", "golf", "golf_plus")  # the others have no file that is read back before the end
+LARGE = ("gpt2", "gpt2_plus")  # checkpoints of 19 and 16 GiB, two of each: they are not resumed
 MOST = 3  # processes side by side: with seven on 16 cores each of them compiled for minutes
 MEMORY_SHARE = 0.95  # of the GPU's, that parts side by side may fill by their own account
 FASTEST = 0.5  # a host is never taken to be faster than this
@@ -140,6 +141,8 @@ def make_plan(
     parts = []
     for part in only:
         for preset in [""] if part == "environment" else presets:
+            if part == "resume" and preset in LARGE:
+                continue
             need = earlier.get((part, preset)) or needed(part, preset, toy)
             goals = [goal for goal in SHOWS.get(part, ()) if goal != "reads back" or preset in WITH_ARTIFACT]
             unseen = [goal for goal in goals if (preset, goal) not in seen]

@@ -350,9 +350,9 @@ class Workshop:
         settings = self.settings_of(report, preset)
         steps = TRAIN_STEPS_OF_A_TOY if self.args.toy else TRAIN_STEPS
         half = str(steps // 2)
-        settings |= dict(
-            ITERATIONS=str(steps), VAL_LOSS_EVERY=half, SAVE_EVERY=half, TRAIN_LOG_EVERY="5", RUN_ID=preset
-        )
+        settings |= dict(ITERATIONS=str(steps), VAL_LOSS_EVERY=half, TRAIN_LOG_EVERY="5", RUN_ID=preset)
+        if preset not in gpu_plan.LARGE:
+            settings["SAVE_EVERY"] = half
         if not self.args.toy:
             # golf's warmdown of 3,000 steps would leave 0.006 of its LR after the first one
             settings |= dict(WARMUP_STEPS="2", EXTENSION_ITERATIONS="2", WARMDOWN_ITERS=half)
