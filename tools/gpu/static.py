@@ -149,6 +149,7 @@ def environment(library: Path, card: Card, ranks: int, cache: str | Path) -> dic
         STATIC_SHARED=str(card.shared),
         STATIC_MIB=str(round(1024 * card.GiB)),
         OMP_NUM_THREADS="1",
+        PYTORCH_ALLOC_CONF="expandable_segments:False",  # which need more of the driver than there is here
         TORCHINDUCTOR_COMPILE_THREADS="1",
         TRITON_CACHE_DIR=f"{cache}/triton",
         TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor",
