@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.gpu.plan import start_process, stop_process
+from tools.gpu.report import start_process, stop_process
 
 LIMIT = 240.0  # s of one test; with five presets compiling alongside, two of 21 needed more than 100
 CHILD = "GPU_TEST_CHILD"  # in the environment of the processes

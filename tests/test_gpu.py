@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import exact as exact_numbers
 import train_gpt
 from helpers import TOY, look, run_cli, toy_of
 from test_kernels import gradients, two_rows
@@ -323,7 +324,7 @@ FLEX = dict(window=train_gpt.gpu_window, window_mask=train_gpt.gpu_window_mask,
 
 @pytest.fixture
 def measured():
-    """A function of gpu_parts at the size of one rank of eight, on these kernels -> its verdicts."""
+    """A function of exact.py at the size of one rank of eight, on these kernels -> its verdicts."""
     report = gpu_parts.Report(None)
     subject = gpu_parts.Subject(train_gpt, bench, report, {}, False)
 
@@ -346,7 +347,7 @@ def test_flex_attention_at_real_size(heads, T, width, window, measured):
     draw = torch.Generator("cuda").manual_seed(0)
     documents = (torch.rand(1, T, device="cuda", generator=draw) < 1 / 700).cumsum(1)
     call = gpu_parts.Call(shape, shape, shape, window, documents)
-    (found,) = measured(gpu_parts.attention_numbers, call, **FLEX)
+    (found,) = measured(exact_numbers.attention_numbers, call, **FLEX)
     assert found[0] == "ok", found
 
 
@@ -362,7 +363,7 @@ def test_the_loss_kernel_at_real_size(fp8, measured):
     fused = train_gpt.fused_loss if fp8 == "off" else train_gpt.fp8_fused_loss
     product = train_gpt.linear if fp8 == "off" else train_gpt.fp8_head
     args = x, head, targets, (15.0, 0.0, 0.0), product
-    (found,) = measured(gpu_parts.loss_numbers, args, fp8=fp8,
+    (found,) = measured(exact_numbers.loss_numbers, args, fp8=fp8,
                         loss=partial(fused, row_losses=train_gpt.kernel_losses))
     assert found[0] == "ok" and "49,152 x 50,304" in found[1], found
 
@@ -373,7 +374,7 @@ def test_fp8_products_at_real_size(measured):
         pytest.skip("no fp8 here")
     args = torch.empty(1, 49_152, 768, device="cuda"), torch.empty(50_304, 768, device="cuda"), torch.zeros(
         1, 49_152, device="cuda", dtype=torch.long)
-    (found,) = measured(gpu_parts.fp8_numbers, args)
+    (found,) = measured(exact_numbers.fp8_numbers, args)
     assert found[0] == "ok", found
 
 

@@ -208,7 +208,7 @@ def test_what_needs_cuda_runs_where_it_is_named(markers, runs):
 def test_a_planted_transposing_kernel_is_named(tmp_path):
     """By this torch's Inductor, which is told not to tile; a streaming kernel is not named."""
     library = static_gpu.build(tmp_path)
-    env = static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path)
+    env = static_gpu.environment(library, static_gpu.CARDS["h100"], 1, tmp_path)
     command = [sys.executable, "-c", STEP, str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.stdout, done.stderr[-2000:]

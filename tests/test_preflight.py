@@ -1150,6 +1150,22 @@ def test_the_plan_of_speedrun_plus():
     assert table[4] == "1270 393216 49152 1664 768 1.7300 2048 1 0".split()
 
 
+@pytest.mark.parametrize("card, preset, words", [
+    ("NVIDIA GeForce RTX 5090", "golf", "record: 600 s on eight H100, so about 6.3 h on 1 NVIDIA GeForce"),
+    ("NVIDIA H200", "gpt2", "record: 8967 s on eight H100, so about 19.9 h on 1 NVIDIA H200"),
+    ("NVIDIA GeForce RTX 4070", "golf", ""), ("Tesla T4", "golf", ""), ("NVIDIA H200", "tiny", "")])
+def test_hours_beside_the_records(card, preset, words, monkeypatch):
+    """By the peaks of both; none for an unknown card, one without bf16, a CPU, and tiny."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
+    cfg = preset_config(preset)
+    line = plan.record_line(cfg, GPU)
+    assert line.startswith(words) and bool(line) == bool(words) and plan.record_line(cfg, CPU) == ""
+    if preset == "golf":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 0))
+        lines = [*plan.plan_lines(train_gpt.replace(cfg, vocab_size=1024), GPU, 1, lambda: 0)]
+        assert [told for told in lines if told.startswith("record:")] == ([line] if line else [])
+
+
 def test_a_proxy_shows_what_differs():
     golf = preset_config("golf")
     small = train_gpt.replace(golf, model_dim=64, num_layers=9, iterations=2100)

@@ -503,7 +503,9 @@ def test_the_script_is_in_a_new_record_once(tool, home):
         log.write_bytes(log.read_bytes().replace(*digests))
     (made / "train.log").write_bytes(sealed((made / "train.log").read_bytes()))
     out = tool("check", "--no-exec", "--verbose", made)[1]
-    assert re.search(r"FAIL +digests +train_seed1.log: the lines before line \d+ are not those", out), out
+    (line,) = re.findall(r"FAIL +digests +train_seed1.log: the lines before line (\d+) are not those", out)
+    lines = (made / "train_seed1.log").read_text().splitlines()
+    assert lines[int(line) - 1].startswith("log sha256:"), out      # of the file, which lacks the script
     # without digests, in older versions of the rules, nothing tells what such a log began with
     edit(made / "submission.json", rules_version=1)
     assert re.search(r"FAIL +one script +train_seed1.log: its source \(0 bytes\) differs",

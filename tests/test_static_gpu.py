@@ -542,7 +542,7 @@ def moved_bytes(what, tmp_path):
     """[(name, bytes)] of the kernels in a step of TRANSPOSED, compiled for an H100. Those of ours lose the
     number that Inductor adds to their name."""
     library = static_gpu.build(tmp_path)
-    env = static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path)
+    env = static_gpu.environment(library, static_gpu.CARDS["h100"], 1, tmp_path)
     command = [sys.executable, "-c", TRANSPOSED, str(ROOT), what]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
@@ -605,7 +605,7 @@ def test_the_structure_of_runs(tmp_path):
     library = static_gpu.build(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "structure", ROOT / "tests" / "test_gpu.py"],
-        env=static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path),
+        env=static_gpu.environment(library, static_gpu.CARDS["h100"], 1, tmp_path),
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -637,7 +637,7 @@ def test_a_changed_kernel_is_not_taken_from_the_compile_cache(tmp_path):
     for name, text in dict(same=source, changed=changed).items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "train_gpt.py").write_text(text)
-    env = static_gpu.environment(static_gpu.build(tmp_path), static_gpu.GPUS["h100"], 1, tmp_path)
+    env = static_gpu.environment(static_gpu.build(tmp_path), static_gpu.CARDS["h100"], 1, tmp_path)
     said = []
     for folder in (ROOT, tmp_path / "same", tmp_path / "changed"):
         done = subprocess.run([sys.executable, "-c", HITS], env=env | dict(PYTHONPATH=str(folder)),
@@ -653,7 +653,7 @@ def test_numbers_on_the_emulated_gpu(tmp_path):
     library = static_gpu.build(tmp_path)
     names = ["compiled_attention_equals_the_reference[200-True]",
              "compiled_attention_equals_the_reference[1024-False]", "evaluation_equals_the_cpu"]
-    env = static_gpu.environment(library, static_gpu.GPUS["h100"], 1, tmp_path)
+    env = static_gpu.environment(library, static_gpu.CARDS["h100"], 1, tmp_path)
     env |= dict(STATIC_COMPUTES="1", TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="0",
                 PYTHONWARNINGS="ignore::UserWarning")
     tests = [f"{ROOT}/tests/test_gpu.py::test_{name}" for name in names]
@@ -674,14 +674,16 @@ def test_the_default_game_on_one_gpu(tmp_path):
 
 
 @pytest.mark.static
-@pytest.mark.parametrize("gpu, ranks", [("a100", 1), ("l4", 2), ("t4", 1)])
+@pytest.mark.parametrize("gpu, ranks", [("a100", 1), ("l4", 2), ("t4", 1), ("5090", 1), ("b300", 1)])
 def test_other_gpus(gpu, ranks, tmp_path):
-    """The step compiles, without fp8 where there is none."""
+    """The step compiles, without fp8 where there is none; a card without bf16 says so."""
     args = [*SMALL, "--gpu", gpu, "--ranks", str(ranks), "--json", str(tmp_path / "json")]
     done = subprocess.run(
         [sys.executable, ROOT / "tools/gpu/static.py", *args], capture_output=True, text=True
     )
     (found,) = json.loads((tmp_path / "json").read_text()).values()
     products = found["stages"]["x1 window 1024"]["TFLOP"]
-    assert found["rehearsal"]["compiled"] and ("fp8" in products) == (gpu == "l4"), done.stdout
+    assert found["rehearsal"]["compiled"], done.stdout
+    assert ("fp8" in products) == (gpu in ("l4", "5090", "b300"))
+    assert ("no bf16 on this card" in done.stdout) == (gpu == "t4")
     assert ("bf16" in products) == (gpu != "t4") == (found["dtype"] == "bfloat16")

@@ -426,14 +426,16 @@ def check_digests(folder: Folder, options: argparse.Namespace) -> str | None:
 def check_own_lines(run: Run, log: str) -> int:
     """Each `log sha256` line is right, and the last line is one. Returns their number."""
     raw = inputs.read_bytes(run.path)
+    script = b""
     if raw.startswith(RULER.encode()):      # the folder holds the script that it began with once
-        raw = f"{run.source}\n".encode() + raw
+        script = f"{run.source}\n".encode()
+        raw = script + raw
     digest = hashlib.sha256()
     at = 0
     count = 0
     for found in LOG_DIGEST.finditer(raw):
         digest.update(raw[at:found.start()])
-        line = raw.count(b"\n", 0, found.start()) + 1
+        line = raw.count(b"\n", len(script), found.start()) + 1     # of the file
         require(digest.hexdigest().encode() == found[1], f"{log}: the lines before line {line} are not those "
                 "whose sha256 it is")
         at = found.start()

@@ -43,7 +43,6 @@ import json
 import lzma
 import math
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -70,6 +69,7 @@ from torch import Tensor, nn  # noqa: E402
 
 import train_gpt  # noqa: E402
 from tools.dev import older_trainers  # noqa: E402
+from tools.run import cards  # noqa: E402
 
 if TYPE_CHECKING:
     from train_gpt import Bank, Config, Row, Run, Stage, Team, TrainState
@@ -147,16 +147,9 @@ def windows_of(cfg: Any, stage: Stage) -> dict[str, int]:
     return cfg.windows(stage, stage.row_tokens) if hasattr(cfg, "windows") else {}
 
 
-# bf16, dense, FLOP/s, by NVIDIA's datasheets, some of which state twice as much with sparsity; the first name
-# that fits counts
-PEAKS = [("MIG", 0.0), ("H[12]00 NVL", 835.5e12), ("H100 PCIe", 756e12), ("H[12]00", 989.4e12),
-         ("B200", 2250e12), ("A100", 312e12), ("L40S", 362e12)]
-
-
 def peak_flops(team: Team) -> float:
     """The bf16 peak of this machine's card; 0: a CPU, or a card that is not listed."""
-    name = torch.cuda.get_device_name() if team.on_gpu else ""
-    return next((peak for pattern, peak in PEAKS if re.search(rf"\b{pattern}\b", name)), 0.0)
+    return cards.peak_flops(torch.cuda.get_device_name()) if team.on_gpu else 0.0
 
 
 def timed(function: Callable[..., Any], synchronize: Callable[[], None],

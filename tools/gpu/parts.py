@@ -2,12 +2,12 @@
 
     python tools/gpu/parts.py SPEC.json
 
-The spec names the part, the preset and its settings, and the file that takes what is found, a line of JSON at
-a time. Shapes are those of one rank of eight. Numbers are compared with fp32, computed in slices. An
-alternative is timed forward and backward, on the device's own clock where there is a GPU. The loop is the
-trainer's own, on random tokens, with the batch of one rank; a single GPU then updates all weights where a
-rank of eight updates an eighth of them, so the step is timed once more with an optimizer that owns an eighth.
-What the collectives move between GPUs is not in it.
+The spec names the part, the preset and its settings, and the file that takes what is found, a line of JSON
+at a time. Shapes are those of one rank of eight. Kernels are timed forward and backward, on the device's
+own clock where there is a GPU. The loop is the trainer's own, on random tokens, with the batch of one rank;
+a single GPU then updates all weights where a rank of eight updates an eighth of them, so the step is timed
+once more with an optimizer that owns an eighth. What the collectives move between GPUs is not in it. What a
+card computes is compared with fp32 by `./run.sh test -m gpu`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,15 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
-import math
 import os
 import shutil
-import socket
-import statistics
 import subprocess
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -34,10 +31,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HERE = Path(__file__).resolve().parent
@@ -45,32 +40,39 @@ ROOT = HERE.parent.parent
 if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
     sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
 from tools.gpu import seen_on_gpu  # noqa: E402
-from tools.gpu.plan import LINES_SHOWN, last_lines, start_process, stop_process  # noqa: E402
 
 if TYPE_CHECKING:  # the spec names the folder of the one that runs
     from torch._ops import OpOverload
 
     from tools.dev.bench import LazyMask
-    from train_gpt import Kernels, Model, Optimizer, Run, Stage, Team
+    from train_gpt import Kernels, Optimizer, Run, Stage
 
-MOST_ERROR = 0.02  # relative, of a result in bf16
-MOST_ERROR_FP8 = 0.10
 LEAST_GAIN = 0.5  # ms per step that a constant must gain
 LEAST_PART = 0.1  # of the time of what it changes
 LEAST_PART_OF_A_TOY = 0.5  # where a CPU is measured that does other things, too
-LOSSES = 50  # steps of the compiled run beside the eager one
-# The mean of the 50 differences. With bf16 on both sides one H100 gave 0.0009 (golf) and 0.0027 (golf_plus):
-# docs/gpu_results/2026-11-26_golf.json and 2026-11-26_golf_plus.json
-MOST_MEAN_DIFFERENCE = 0.02
-# Where the compiled step has fp8 products, which the eager one makes in bf16, gradients are off by 3 to 6 %
-# instead of 0.3 %. speedrun gave 0.0407 on average, 0.2434 at most, and 0.003 in its last step
-# (docs/gpu_results/2026-11-26_speedrun.json). The limit lies between that and a model that does not train,
-# whose loss of the first step is 0.25 from the eager ones.
-MOST_MEAN_DIFFERENCE_FP8 = 0.10
 STEPS = 200  # of the loop
 RANKS = 8  # whose shapes are measured
+LINES_SHOWN = 8  # of the traceback of what failed
 OLDEST_DRIVER = 580  # of NVIDIA for CUDA 13
 ON_STAND_IN = "STATIC_NAME" in os.environ  # tools/gpu/static.py's stand-in for a GPU computes nothing
+
+
+def tile(m: int, n: int, warps: int, stages: int, m1: int = 0, n1: int = 0, *launch: int) -> dict[str, int]:
+    """Of the forward pass and, if given, of the backward pass."""
+    found = dict(fwd_BLOCK_M=m, fwd_BLOCK_N=n, fwd_num_warps=warps, fwd_num_stages=stages)
+    if m1:
+        found |= dict(bwd_BLOCK_M1=m1, bwd_BLOCK_N1=n1, bwd_BLOCK_M2=n1, bwd_BLOCK_N2=m1)
+        found |= dict(bwd_num_warps=launch[0], bwd_num_stages=launch[1])
+    return found
+
+
+# FLEX_OPTIONS to time beside torch's own choice, by the card's generation and the head size of queries and
+# keys: of those that compile without spilling (tiles.py, docs/log.md) the ones to try first
+TILES = {
+    (9, 96): [tile(128, 64, 8, 3), tile(128, 64, 8, 3, 64, 64, 8, 3)],
+    (10, 96): [tile(128, 64, 8, 3), tile(128, 64, 8, 3, 64, 128, 8, 2)],
+    (12, 96): [tile(128, 64, 8, 2), tile(128, 64, 8, 2, 64, 64, 8, 2)],
+}
 # ms per step of each stage on 8xH100: what to expect, estimated part by part; what the public record logged
 EXPECTED = {
     "speedrun": [(34.3, 33.6), (60.3, 60.1), (89.5, 88.1)],
@@ -81,6 +83,7 @@ EXPECTED = {
 TOY = dict(
     DEVICE="cpu",
     DTYPE="float32",
+    COMPILE="0",
     NUM_LAYERS="2",
     WINDOW_PATTERN="SL",
     MODEL_DIM="64",
@@ -159,7 +162,6 @@ class Report:
         self.part = part
         self.preset = preset
         self.machine = machine or {}
-        self.compile_seconds = 0.0
         self.rows: list[dict[str, Any]] = []
 
     def send(self, **event: Any) -> None:
@@ -179,14 +181,6 @@ class Report:
     def doing(self, what: str) -> None:
         """What is done now, for whoever waits."""
         self.send(doing=what)
-
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.compile_seconds += time.perf_counter() - began
 
     def attempt(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Calls function(*args); what it raises becomes a verdict, and the part goes on, unless it spoilt all
@@ -224,10 +218,6 @@ class Subject(NamedTuple):
         back_end = "aot_eager" if self.toy else "inductor"
         return torch.compile(function, dynamic=False, fullgraph=True, backend=back_end)
 
-    def slice_size(self) -> int:
-        """How many rows of a score matrix are computed at once in fp32."""
-        return 64 if self.toy else 512
-
 
 def load_trainer(folder: Path) -> ModuleType:
     """train_gpt.py of a folder, under its own name, so that tools/dev/bench.py measures it."""
@@ -238,9 +228,7 @@ def load_trainer(folder: Path) -> ModuleType:
     return module
 
 
-def one_rank_of_eight(
-    trainer: ModuleType, preset: str, given: dict[str, str], toy: bool
-) -> dict[str, str]:
+def one_rank_of_eight(trainer: ModuleType, preset: str, given: dict[str, str], toy: bool) -> dict[str, str]:
     """The settings of a preset for the batch of one rank."""
     settings = dict(PRESET=preset, SAVE_EVERY="0", ITERATIONS=str(STEPS))
     if toy:
@@ -308,37 +296,17 @@ def assemble(subject: Subject) -> Run:
     return subject.bench.assemble(cfg, subject.trainer)
 
 
-def warm_up(subject: Subject, run: Run) -> bool:
-    """Compiles the step, as a run does before its clock."""
-    with subject.report.compiling():
-        subject.trainer.warm_up(run)
-    return True
-
-
-def init_drawn_once(trainer: ModuleType) -> None:
-    """Drawing the init takes 13 s at depth 26, and a part needs it up to four times: that of the same model
-    and seed is kept."""
-    real = trainer.init_parameters
-    kept: dict[tuple[int, int], tuple[Model, dict[str, Tensor]]] = {}
-
-    def init_parameters(model: Model, seed: int) -> dict[str, Tensor]:
-        key = id(model), seed
-        if key not in kept:
-            kept.clear()
-            kept[key] = model, real(model, seed)
-        return kept[key][1]
-
-    trainer.init_parameters = init_parameters
+def compile_step(subject: Subject, run: Run) -> float:
+    """Compiles the step, as a run does before its clock; how many seconds that takes."""
+    torch._dynamo.reset()
+    began = time.perf_counter()
+    subject.trainer.warm_up(run)
+    return time.perf_counter() - began
 
 
 def begin_anew(subject: Subject, run: Run) -> None:
     """The init, as a run begins with it."""
     run.optimizer.begin(subject.trainer.init_parameters(run.model, run.cfg.seed))
-
-
-def has_fp8(run: Run) -> bool:
-    """Are some of a training step's products in fp8? golf knows none."""
-    return hasattr(run.cfg, "fp8_part") and run.cfg.fp8_part(run.team.on_gpu) != "off"
 
 
 Sizes = tuple[int, ...]
@@ -386,9 +354,7 @@ def random_tokens(run: Run, stage: Stage) -> Tensor:
     return tokens
 
 
-def attention_calls(
-    subject: Subject, run: Run
-) -> tuple[list[tuple[Call, int]], tuple[Any, ...] | None]:
+def attention_calls(subject: Subject, run: Run) -> tuple[list[tuple[Call, int]], tuple[Any, ...] | None]:
     """([(call, how many layers make it)] of a micro-step of the dearest stage, the arguments of its loss)."""
     stage = last_stage(run)
     tokens = random_tokens(run, stage)
@@ -409,7 +375,6 @@ def attention_calls(
     return [(call, counts[kind]) for kind, call in distinct.items()], loss_args
 
 
-# ---------- 2 numbers, against fp32
 def attention_inputs(run: Run, call: Call) -> list[Tensor]:
     """Random q, k, v and a gradient of the output. Queries and keys are normalized, as the recipes do it."""
     device = run.team.device
@@ -421,69 +386,6 @@ def attention_inputs(run: Run, call: Call) -> list[Tensor]:
     q = F.rms_norm(q, (q.size(-1),)) * 0.1
     k = F.rms_norm(k, (k.size(-1),))
     return [q, k, v, grad]
-
-
-def exact_attention(call: Call, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, size: int) -> list[Tensor]:
-    """Output and gradients of q, k and v in fp32, for `size` queries of a row at a time."""
-    B, H, T, _ = q.shape
-    groups = H // k.size(1)
-    y = torch.zeros_like(grad, dtype=torch.float32)
-    grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-    for row in range(B):
-        for low in range(0, T, size):
-            high = min(T, low + size)
-            first = max(0, low - call.window)
-            query = torch.arange(low, high, device=q.device)[:, None]
-            key = torch.arange(first, high, device=q.device)
-            seen = (key <= query) & (query - key <= call.window)
-            if call.documents is not None:
-                own = call.documents[row % len(call.documents)]
-                seen = seen & (own[low:high, None] == own[first:high])
-            places = [slice(low, high), slice(first, high), slice(first, high)]
-            inputs = []
-            for x, place in zip((q, k, v), places):
-                inputs.append(x[row, :, place].float().requires_grad_())
-            keys = inputs[1].repeat_interleave(groups, 0)
-            values = inputs[2].repeat_interleave(groups, 0)
-            scores = (inputs[0] @ keys.mT).masked_fill(~seen, -torch.inf)
-            part = scores.softmax(-1) @ values
-            y[row, :, low:high] = part.detach()
-            found = torch.autograd.grad(part, inputs, grad[row, :, low:high].float())
-            for whole, its, place in zip(grads, found, places):
-                whole[row, :, place] += its
-    return [y, *grads]
-
-
-def with_gradients(
-    function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor | None = None
-) -> list[Tensor]:
-    """The value of function(*inputs) and the gradients of the inputs."""
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    value = function(*inputs)
-    return [value.detach(), *torch.autograd.grad(value, inputs, grad)]
-
-
-def relative_errors(mine: list[Tensor], exact: list[Tensor]) -> list[float]:
-    found = []
-    for a, b in zip(mine, exact, strict=True):
-        found.append(float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30)))
-    return found
-
-
-def judge(subject: Subject, what: str, errors: dict[str, float], most: float) -> None:
-    """A verdict on relative errors; not a number is a fault, too."""
-    worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf)
-    good = all([error < most for error in errors.values()])
-    figures = {name: round(error, 6) for name, error in errors.items()}
-    if ON_STAND_IN:
-        subject.report.say("note", f"{what}: ran; there are no numbers here")
-        return
-    subject.report.say(
-        "ok" if good else "FAULT",
-        f"{what}: off from fp32 by {errors[worst]:.2%} ({worst}), at most {most:.0%} allowed",
-        most=most,
-        **figures,
-    )
 
 
 def by_kernels(kernels: Kernels, call: Call, device: torch.device) -> Callable[..., Tensor]:
@@ -503,74 +405,6 @@ def by_kernels(kernels: Kernels, call: Call, device: torch.device) -> Callable[.
     return attend
 
 
-@contextmanager
-def without_stderr() -> Iterator[None]:
-    """torch's profiler writes lines of its own there, from C++."""
-    before = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
-
-
-def what_ran(run: Run, function: Callable[[], object]) -> str:
-    """The kernels of attention that a call launches, by torch's profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU]
-    if run.team.on_gpu:
-        activities.append(ProfilerActivity.CUDA)
-    with without_stderr(), profile(activities=activities) as found:
-        function()
-        run.team.wait()
-    names = [event.key.removeprefix("aten::") for event in found.key_averages()]
-    words = ("_scaled_dot_product", "flex_attention", "fmha", "flash_fwd", "cudnn")
-    seen = [name for name in names if any([word in name for word in words]) and "backward" not in name]
-    return seen[-1][:60] if seen else "plain products"
-
-
-def attention_numbers(subject: Subject, run: Run, call: Call) -> None:
-    """Attention as the step computes it, forward and backward, and which kernel that was."""
-    *inputs, grad = attention_inputs(run, call)
-    exact = exact_attention(call, *inputs, grad, subject.slice_size())
-    fast = subject.compiled(by_kernels(run.model.kernels, call, run.team.device))
-    with subject.report.compiling():
-        mine = with_gradients(fast, inputs, grad)
-    errors = dict(zip(("output", "grad q", "grad k", "grad v"), relative_errors(mine, exact)))
-    by = what_ran(run, lambda: with_gradients(fast, inputs, grad))
-    judge(subject, f"{call.name()}, by {by}", errors, MOST_ERROR)
-
-
-def exact_loss(
-    subject: Subject,
-    x: Tensor,
-    head: Tensor,
-    targets: Tensor,
-    cap: tuple[float, float, float],
-    weights: Tensor | None,
-) -> list[Tensor]:
-    """The loss in fp32 and the gradients of x (1, N, C) and head (V, C), for some rows at a time."""
-    N = x.size(1)
-    size = 4 * subject.slice_size()
-    total = torch.zeros((), device=x.device)
-    grad_x = torch.zeros_like(x, dtype=torch.float32)
-    grad_head = torch.zeros_like(head, dtype=torch.float32)
-    for low in range(0, N, size):
-        part = x[:, low : low + size].float()
-        share = part.size(1) / N
-        loss = partial(
-            subject.trainer.lm_loss, targets=targets[:, low : low + size], cap=cap, weights=weights
-        )
-        value, its_x, its_head = with_gradients(loss, [part, head.float()])
-        total += share * value
-        grad_x[:, low : low + size] = share * its_x
-        grad_head += share * its_head
-    return [total, grad_x, grad_head]
-
-
 def loss_inputs(run: Run, loss_args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """x (1, N, C) of norm 1, a head (V, C) and targets (1, N, ...) of a micro-step."""
     x, head, targets, *_ = loss_args
@@ -581,199 +415,27 @@ def loss_inputs(run: Run, loss_args: tuple[Any, ...]) -> tuple[Tensor, Tensor, T
     return x, head, targets.flatten(0, 1)[None]
 
 
-def loss_numbers(subject: Subject, run: Run, loss_args: tuple[Any, ...]) -> None:
-    """lm_head and loss as the step computes them; the last rows are those beyond 2^31 logits."""
-    x, head, targets = loss_inputs(run, loss_args)
-    cap, product, *more = loss_args[3:]
-    weights = more[0] if more else None
-
-    def loss(x: Tensor, head: Tensor) -> Tensor:
-        return run.model.kernels.loss(x, head, targets, cap, product, *more)
-
-    exact = exact_loss(subject, x, head, targets, cap, weights)
-    with subject.report.compiling():
-        mine = with_gradients(subject.compiled(loss), [x, head])
-    errors = dict(zip(("loss", "grad x", "grad head"), relative_errors(mine, exact)))
-    tail = [mine[1][:, -64:]], [exact[1][:, -64:]]
-    errors["grad x, last rows"] = relative_errors(*tail)[0]
-    most = MOST_ERROR_FP8 if has_fp8(run) else MOST_ERROR
-    judge(subject, f"loss of {x.size(1):,} x {len(head):,} logits", errors, most)
-
-
-def fp8_numbers(subject: Subject, run: Run, loss_args: tuple[Any, ...]) -> None:
-    """scaled_mm in its three layouts, at the size of lm_head."""
-    trainer = subject.trainer
-    x, head, _ = loss_inputs(run, loss_args)
-    x = x[0]
-    rows = x[: len(x) // 16 * 16]
-    draw = torch.Generator(x.device).manual_seed(3)
-    grad = torch.randn((len(rows), len(head)), device=x.device, generator=draw, dtype=torch.float32)
-    grad = grad.to(run.team.dtype)
-    y, kept = trainer.fp8_product(rows, head, (None, None))
-    grad_x, grad_head = trainer.fp8_gradients(grad, kept, None)
-    errors = {"output": 0.0, "grad x": 0.0}
-    size = 4 * subject.slice_size()
-    exact_head = torch.zeros_like(head)
-    ends = [0, max(0, len(rows) - size)]  # the first and the last rows
-    for low in range(0, len(rows), size):
-        exact_head += grad[low : low + size].float().T @ rows[low : low + size].float()
-        if low in ends or low + size >= len(rows):
-            part = slice(low, low + size)
-            wanted = [rows[part].float() @ head.T, grad[part].float() @ head]
-            for name, error in zip(errors, relative_errors([y[part], grad_x[part]], wanted)):
-                errors[name] = max(errors[name], error)
-    errors["grad weight"] = relative_errors([grad_head], [exact_head])[0]
-    judge(subject, f"fp8 products {len(rows):,} x {x.size(1)} x {len(head):,}", errors, MOST_ERROR_FP8)
-
-
-def train_steps(subject: Subject, run: Run, loss_fn: Callable[..., Tensor], steps: int) -> list[float]:
-    """Losses of the first steps, from the init, on the first rows of the data."""
-    begin_anew(subject, run)
-    run.loader.position = 0
-    cfg = run.cfg
-    stage = cfg.stages()[0]
-    context = run.model.context(stage.row_tokens, run.team.device, run.team.dtype, stage)
-    losses = []
-    for step in range(steps):
-        batch = run.loader.next(stage.batch_tokens, stage.row_tokens // cfg.train_seq_len, stage.doc_len)
-        batch = (*batch, *run.model.candidates(*batch))
-        run.model.update_context(context, step / STEPS)
-        schedule = cfg.schedule(step, step / STEPS)
-        micro = run.micro * cfg.train_seq_len // stage.row_tokens
-        loss = subject.trainer.train_step(
-            loss_fn, run.optimizer, batch, micro, context, stage.loss_factor, schedule
-        )
-        losses.append(loss)
-    return [float(loss) for loss in losses]
-
-
-def first_losses(subject: Subject, run: Run) -> None:
-    """The loss at step 0, and the compiled run beside an eager one. Needs the compiled step."""
-    report = subject.report
-    report.doing(f"{LOSSES} compiled steps")
-    compiled = train_steps(subject, run, run.loss_fn, LOSSES)
-    report.doing(f"{LOSSES} eager steps")
-    kernels = run.model.kernels
-    run.model.use(type(run.model.kernels)())
-    eager = train_steps(subject, run, run.model, LOSSES)
-    run.model.use(kernels)
-    if ON_STAND_IN:
-        report.say("note", f"{LOSSES} compiled and eager steps: ran; there are no numbers here")
-        return
-    begin_anew(subject, run)
-    wanted = eager[0]
-    words = "that of the eager step"
-    tokens = torch.zeros((1, run.cfg.train_seq_len), dtype=torch.long, device=run.team.device)
-    if not run.model.head.any() and not run.model.candidates(tokens, tokens):  # with these it knows more
-        wanted = math.log(run.cfg.vocab_size)
-        words = f"log {run.cfg.vocab_size:,}, on any text"
-    good = abs(compiled[0] - wanted) < 0.005
-    report.say(
-        "ok" if good else "FAULT",
-        f"loss at step 0: {compiled[0]:.4f}; expected {wanted:.4f}, {words}",
-        loss=compiled[0],
-        wanted=wanted,
-    )
-    differences = [abs(a - b) for a, b in zip(compiled, eager)]
-    mean = statistics.mean(differences)
-    fp8 = has_fp8(run)
-    most = MOST_MEAN_DIFFERENCE_FP8 if fp8 else MOST_MEAN_DIFFERENCE
-    good = math.isfinite(mean) and mean < most
-    against = "fp8 against eager bf16" if fp8 else "compiled against eager"
-    report.say(
-        "ok" if good else "FAULT",
-        f"{LOSSES} losses, {against}: {mean:.4f} apart on average, {max(differences):.4f} at most, {most} "
-        f"allowed on average; the last ones {compiled[-1]:.4f} and {eager[-1]:.4f}",
-        compiled=compiled,
-        eager=eager,
-    )
-
-
-# ---------- 3 alternatives, timed
+# ---------- 2 kernels, timed
 class Option(NamedTuple):
     """A way to compute the same thing. change: what to set to get it; "": it is in use."""
 
     name: str
     change: str
     function: Callable[..., Tensor]
+    flex: dict[str, Any] = {}  # FLEX_OPTIONS meanwhile
 
 
-def attention_options(subject: Subject, run: Run, call: Call) -> list[Option]:
-    """Ways to compute one call of attention on this machine."""
-    trainer = subject.trainer
-    T = call.q[2]
-    documents = call.documents
-    masked = documents is not None or call.window < T - 1
-    device = run.team.device
-    found = [Option("as it is", "", by_kernels(run.model.kernels, call, device))]
-
-    def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = None
-        if masked:
-            mask = trainer.window_mask(call.window, T, documents, device)
-        return trainer.attention(q, k, v, mask)
-
-    if masked or not run.team.on_gpu:
-        found.append(Option("torch's", "leave window_attention() out of the recipe's kernels()", explicit))
-    if not masked:
-        for backend in (
-            SDPBackend.CUDNN_ATTENTION,
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.EFFICIENT_ATTENTION,
-        ):
-            name = backend.name.split("_")[0].lower()
-            if run.team.on_gpu:
-                found.append(
-                    Option(
-                        name,
-                        f"sdpa_kernel(SDPBackend.{backend.name}) around attention()",
-                        partial(by_backend, trainer, backend),
-                    )
-                )
-    if masked and run.team.on_gpu:
-        window = trainer.gpu_window(call.window, T, device, documents is not None)
-        if torch.cuda.get_device_capability() >= (9, 0):
-            options = dict(USE_TMA=True)
-            attend = partial(by_flex, trainer, options, window, documents)
-            found.append(Option("flex with TMA", f"FLEX_OPTIONS = {options}", attend))
-    return found
-
-
-def by_flex(
-    trainer: ModuleType,
-    options: dict[str, Any],
-    window: int | Tensor,
-    documents: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> Tensor:
-    """flex attention with options of its kernels."""
-    mask = trainer.gpu_window_mask(window, q.size(2), documents, q.device)
-    return trainer.flex_attention(
-        q, k, v, block_mask=mask, scale=1.0, enable_gqa=k.size(1) < q.size(1), kernel_options=options
-    )
-
-
-def by_backend(trainer: ModuleType, backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel([backend]):
-        return trainer.attention(q, k, v, None)
-
-
-def milliseconds(subject: Subject, run: Run, function: Callable[..., Tensor], inputs: list[Tensor]) -> float:
+def milliseconds(subject: Subject, run: Run, option: Option, inputs: list[Tensor]) -> float:
     """The median of one call, forward and backward. The first call compiles; a toy stays eager."""
-    fast = function if subject.toy else subject.compiled(function)
+    fast = option.function if subject.toy else subject.compiled(option.function)
     inputs = [x.detach().requires_grad_() for x in inputs]
-    with subject.report.compiling():
-        value = fast(*inputs)
-    grad = torch.ones_like(value)
+    grad = torch.ones_like(fast(*inputs))
 
     def both() -> None:
         torch.autograd.grad(fast(*inputs), inputs, grad)
 
-    with subject.report.compiling():
-        both()
-        run.team.wait()
+    both()
+    run.team.wait()
     return 1e3 * subject.bench.median_seconds(run.team, both, 10 if subject.toy else 20)
 
 
@@ -785,13 +447,13 @@ def compare(
     failed: dict[str, str] = {}
     for option in options:
         try:
-            found[option.name] = milliseconds(subject, run, option.function, inputs)
-        except Exception as error:  # such as a backend that does not take these shapes
+            with mock.patch.object(subject.trainer, "FLEX_OPTIONS", option.flex):
+                found[option.name] = milliseconds(subject, run, option, inputs)
+        except Exception as error:  # such as tiles that do not fit into shared memory
             failed[option.name] = first_line(error)[:100]
-            torch._dynamo.reset()
+        torch._dynamo.reset()  # the next one has the same code
     listed = ", ".join([f"{name} {ms:.3f}" for name, ms in found.items()])
-    if failed:
-        listed += f"; not here: {', '.join(failed)}"
+    listed += f"; not here: {', '.join(failed)}" if failed else ""
     figures = dict(ms=found, times=times, failed=failed)
     in_use = options[0].name
     if in_use not in found or len(found) < 2:
@@ -802,285 +464,100 @@ def compare(
     gain = times * part * found[in_use]
     if gain > LEAST_GAIN and part > (LEAST_PART_OF_A_TOY if subject.toy else LEAST_PART):
         change = next(option.change for option in options if option.name == winner)
-        subject.report.say(
-            "set",
-            f"{what}, ms: {listed}; {winner} gains {gain:.1f} ms a step: {change}",
-            winner=winner,
-            gain_ms=gain,
-            change=change,
-            **figures,
-        )
+        text = f"{what}, ms: {listed}; {winner} gains {gain:.1f} ms a step: {change}"
+        subject.report.say("set", text, winner=winner, gain_ms=gain, change=change, **figures)
     else:
-        subject.report.say(
-            "ok", f"{what}, ms: {listed}; x{times} a step, what is in use stays", winner=in_use, **figures
-        )
+        text = f"{what}, ms: {listed}; x{times} a step, what is in use stays"
+        subject.report.say("ok", text, winner=in_use, **figures)
 
 
-def products(subject: Subject, run: Run, calls: list[tuple[Call, int]], micro_steps: int) -> None:
-    """Queries, keys and values: three products or one."""
-    call, _ = calls[0]
-    layers = sum([count for _, count in calls])
-    tokens = call.q[0] * call.q[2]
-    width = run.cfg.model_dim
-    draw = torch.Generator(run.team.device).manual_seed(4)
-    sides = [shape[1] * shape[3] for shape in (call.q, call.k, call.v)]
-    if call.q[2] > last_stage(run).row_tokens:  # paired heads: half as many, twice as long
-        tokens //= 2
-        sides = [2 * side for side in sides]
-    h = torch.randn((tokens, width), device=run.team.device, generator=draw).to(run.team.dtype)
-    matrices = []
-    for side in sides:
-        matrix = torch.randn((side, width), device=run.team.device, generator=draw)
-        matrices.append(matrix.to(run.team.dtype))
-
-    def three(h: Tensor, *matrices: Tensor) -> Tensor:
-        return torch.cat([F.linear(h, matrix) for matrix in matrices], -1)
-
-    def one(h: Tensor, *matrices: Tensor) -> Tensor:
-        return F.linear(h, torch.cat(matrices))
-
-    options = [
-        Option("three", "let project_heads() take one matrix at a time", three),
-        Option("one", "let project_heads() join the matrices in this dtype, too", one),
-    ]
-    if run.team.dtype == torch.bfloat16 and run.model.kernels.linear is subject.trainer.linear:
-        options.reverse()  # one is in use
-    compare(subject, run, f"q, k and v of {tokens:,} tokens", options, [h, *matrices], layers * micro_steps)
+def attention_options(run: Run, call: Call) -> list[Option]:
+    """One call of attention as it is and, where that is flex attention, with other tiles."""
+    attend = by_kernels(run.model.kernels, call, run.team.device)
+    found = [Option("as it is", "", attend)]
+    if call.documents is not None and run.team.on_gpu:
+        for options in TILES.get((torch.cuda.get_device_capability()[0], call.q[3]), []):
+            name = " ".join([f"{name} {value}" for name, value in options.items()])
+            found.append(Option(name, f"FLEX_OPTIONS = {options}", attend, options))
+    return found
 
 
-def alternatives(
-    subject: Subject, run: Run, calls: list[tuple[Call, int]], loss_args: tuple[Any, ...] | None
-) -> None:
-    """Attention, the products before it, and the loss, each in the ways that this machine has."""
-    stage = last_stage(run)
-    report = subject.report
-    rows = len(random_tokens(run, stage))
-    micro_steps = max(1, stage.batch_tokens // stage.row_tokens // rows)
-    for call, layers in calls:
-        *inputs, _ = attention_inputs(run, call)
-        options = attention_options(subject, run, call)
-        report.attempt(call.name(), compare, subject, run, call.name(), options, inputs, layers * micro_steps)
-    if calls:
-        report.attempt("q, k and v", products, subject, run, calls, micro_steps)
-    if loss_args is None:
-        report.say("note", "the loss is the model's own: there is no other way to compute it")
-        return
-    x, head, targets = loss_inputs(run, loss_args)
+def loss_options(subject: Subject, run: Run, loss_args: tuple[Any, ...]) -> list[Option]:
+    """The loss as it is, and by the kernel that is not in use: ours or Inductor's."""
+    trainer = subject.trainer
+    _, _, targets = loss_inputs(run, loss_args)
     cap, product, *more = loss_args[3:]
 
     def loss(x: Tensor, head: Tensor, function: Callable[..., Tensor]) -> Tensor:
         return function(x, head, targets, cap, product, *more)
 
-    trainer = subject.trainer
     in_use = run.model.kernels.loss
-    options = [Option("as it is", "", partial(loss, function=in_use))]
+    found = [Option("as it is", "", partial(loss, function=in_use))]
     if not (run.team.on_gpu and trainer.triton and getattr(run.cfg, "triton_kernels", True)):
-        change = "loss=lm_loss in fast_loss()"
-        options.append(Option("readable", change, partial(loss, function=trainer.lm_loss)))
-    else:
-        name = "Inductor's"
+        return [
+            *found,
+            Option("readable", "loss=lm_loss in fast_loss()", partial(loss, function=trainer.lm_loss)),
+        ]
+    if getattr(in_use, "keywords", {}).get("row_losses"):
         change = "a larger LEAST_KERNEL_VOCABULARY in train_gpt.py"
-        row_losses = trainer.row_losses
-        if not getattr(in_use, "keywords", {}).get("row_losses"):
-            name = "by our kernel"
-            change = "a smaller LEAST_KERNEL_VOCABULARY, and kernel_losses in the recipe's kernels()"
-            row_losses = trainer.kernel_losses
-        other = partial(in_use, row_losses=row_losses)
-        options.append(Option(name, change, partial(loss, function=other)))
-    report.attempt(
-        "loss", compare, subject, run, f"loss of {x.size(1):,} tokens", options, [x, head], micro_steps
-    )
-
-
-# ---------- 4 ranks: what is done for the first time on the clock
-def watch_clock(trainer: ModuleType) -> dict[str, Any]:
-    """Notes which collectives run for the first time while the clock runs, and how often the garbage
-    collector does. Returns where the notes are."""
-    notes: dict[str, Any] = dict(late=[], collections=0, collectives=0)
-    known = set()
-    state = dict(running=False)
-
-    def noting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """The collective, which is noted by its name, size, device and group."""
-
-        def call(first: Tensor, *args: Any, **kwargs: Any) -> Any:
-            group = "training" if kwargs.get("group") is not None else "default"
-            size = first.numel() if name != "all_reduce" else ""
-            kind = f"{name} {size} on {first.device.type}, {group} group".replace("  ", " ")
-            if state["running"]:
-                notes["collectives"] += 1
-                if kind not in known:
-                    notes["late"].append(kind)
-            known.add(kind)
-            return real(first, *args, **kwargs)
-
-        return call
-
-    def running(real: Callable[..., Any], during: bool) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before = state["running"]
-            state["running"] = during
-            try:
-                return real(*args, **kwargs)
-            finally:
-                state["running"] = before
-
-        return call
-
-    def collecting(phase: str, info: dict[str, int]) -> None:
-        if phase == "start" and state["running"]:
-            notes["collections"] += 1
-
-    trainer.reduce_scatter = noting("reduce_scatter", trainer.reduce_scatter)
-    trainer.all_gather = noting("all_gather", trainer.all_gather)
-    dist.all_reduce = noting("all_reduce", dist.all_reduce)
-    trainer.train = running(trainer.train, True)
-    for name in ("validate", "save_checkpoint", "save_weights"):
-        setattr(trainer, name, running(getattr(trainer, name), False))
-    gc.collect = running(gc.collect, False)  # the trainer's own calls are off the clock
-    gc.callbacks.append(collecting)
-    return notes
-
-
-def run_as_rank(folder: Path, trainer: ModuleType) -> int:
-    """A toy run of one of two ranks on the CPU, watched. Rank 0 writes what it noted."""
-    notes = watch_clock(trainer)
-    os.chdir(folder)
-    settings = json.loads((folder / "settings.json").read_text())
-    code = trainer.main([], os.environ | settings)
-    if os.environ["RANK"] == "0":
-        (folder / "notes.json").write_text(json.dumps(notes))
-    return code
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def toy_of_two_ranks(trainer: ModuleType, bench: ModuleType, folder: Path) -> dict[str, str]:
-    """Settings of a run of 12 steps, and its data."""
-    settings = one_rank_of_eight(trainer, "speedrun", {}, toy=True)
-    settings |= dict(
-        ITERATIONS="12",
-        COMPILE="0",
-        RUN_ID="ranks",
-        TRAIN_BATCH_TOKENS="1024",
-        VAL_LOSS_EVERY="5",
-        TRAIN_LOG_EVERY="4",
-        FP8="off",
-        GRAD_CLIP_NORM="1",
-        MAX_EPOCHS="0",
-    )
-    return settings | bench.random_data(folder, trainer.load_config(settings), 1 << 16)
-
-
-def ranks(report: Report, trainer: ModuleType, bench: ModuleType, source: Path, folder: Path) -> None:
-    """Two ranks train a toy on the CPU: every collective of a step must have run before the clock, since NCCL
-    makes a communicator at its first one, which takes 0.5 to 2.5 s; the garbage collector must be off."""
-    settings = toy_of_two_ranks(trainer, bench, folder)
-    (folder / "settings.json").write_text(json.dumps(settings))
-    report.doing("two ranks train on the CPU")
-    meeting = dict(
-        WORLD_SIZE="2",
-        LOCAL_WORLD_SIZE="2",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(free_port()),
-        OMP_NUM_THREADS="1",
-        CUDA_VISIBLE_DEVICES="",
-    )
-    words: list[str | Path] = [sys.executable, __file__, "--rank-of", folder, source]
-    processes = []
-    for rank in range(2):
-        env = os.environ | meeting | dict(RANK=str(rank), LOCAL_RANK=str(rank))
-        processes.append(start_process(words, folder, env, folder / f"rank{rank}.txt"))
-    codes = [process.wait() for process in processes]
-    for process in processes:
-        stop_process(process)
-    notes_file = folder / "notes.json"
-    if any(codes) or not notes_file.exists():
-        failed = 1 if codes[1] and not codes[0] else 0
-        report.say(
-            "FAULT",
-            f"two ranks on the CPU: exit codes {codes[0]} and {codes[1]}",
-            last_lines=last_lines(folder / f"rank{failed}.txt"),
+        other = Option(
+            "Inductor's", change, partial(loss, function=partial(in_use, row_losses=trainer.row_losses))
         )
+    else:
+        change = "a smaller LEAST_KERNEL_VOCABULARY, and kernel_losses in the recipe's kernels()"
+        ours = partial(in_use, row_losses=trainer.kernel_losses)
+        other = Option("by our kernel", change, partial(loss, function=ours))
+    return [*found, other]
+
+
+def time_kernels(
+    subject: Subject, run: Run, calls: list[tuple[Call, int]], loss_args: tuple[Any, ...] | None
+) -> None:
+    """Attention and the loss, each in the ways that this machine has."""
+    stage = last_stage(run)
+    rows = len(random_tokens(run, stage))
+    micro_steps = max(1, stage.batch_tokens // stage.row_tokens // rows)
+    for call, layers in calls:
+        *inputs, _ = attention_inputs(run, call)
+        options = attention_options(run, call)
+        times = layers * micro_steps
+        subject.report.attempt(call.name(), compare, subject, run, call.name(), options, inputs, times)
+    if loss_args is None:
+        subject.report.say("note", "the loss is the model's own: there is no other way to compute it")
         return
-    notes = json.loads(notes_file.read_text())
-    late = notes["late"]
-    if late:
-        more = f" and {len(late) - 3} more" if len(late) > 3 else ""
-        report.say(
-            "FAULT",
-            "first used on the clock, where NCCL would connect for 0.5 to 2.5 s: "
-            f"{'; '.join(late[:3])}{more}",
-            late=late,
-        )
-    else:
-        report.say(
-            "ok",
-            f"two ranks on the CPU: all {notes['collectives']} collectives on the clock had run before it",
-        )
-    if notes["collections"]:
-        report.say(
-            "FAULT", f"Python's garbage collector ran {notes['collections']} times on the clock", **notes
-        )
-    else:
-        report.say("ok", "Python's garbage collector did not run on the clock")
+    x, head, _ = loss_inputs(run, loss_args)
+    what = f"loss of {x.size(1):,} tokens"
+    options = loss_options(subject, run, loss_args)
+    subject.report.attempt("loss", compare, subject, run, what, options, [x, head], micro_steps)
 
 
-# ---------- 5 the loop
-class Marks:
-    """When each step began, on the device's clock where there is a GPU, and its stage: (tokens, tokens of a
-    row)."""
-
-    def __init__(self, on_gpu: bool) -> None:
-        self.on_gpu = on_gpu
-        self.moments: list[Any] = []
-        self.stages: list[tuple[int, int]] = []
-
-    def mark(self, stage: tuple[int, int]) -> None:
-        if self.on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.moments.append(event)
-        else:
-            self.moments.append(time.perf_counter())
-        self.stages.append(stage)
-
-    def steps(self) -> list[tuple[tuple[int, int], float]]:
-        """[(stage, ms)]; the last step has no end."""
-        found = []
-        for before, after, stage in zip(self.moments, self.moments[1:], self.stages):
-            ms = before.elapsed_time(after) if self.on_gpu else 1e3 * (after - before)
-            found.append((stage, ms))
-        return found
+# ---------- 3 the loop
+Steps = list[tuple[tuple[int, int], float]]  # [((tokens, tokens of a row), ms)]
 
 
-def device_allocations(team: Team) -> int:
-    """How often memory was asked of the driver; each time the device waits."""
-    return torch.cuda.memory_stats().get("num_device_alloc", 0) if team.on_gpu else 0
-
-
-def run_loop(subject: Subject, run: Run) -> tuple[list[tuple[tuple[int, int], float]], int]:
-    """The trainer's own loop -> ([(stage, ms)] of its steps, allocations in it)."""
+def run_loop(subject: Subject, run: Run) -> Steps:
+    """The steps of the trainer's own loop; the last one has no end."""
     trainer = subject.trainer
-    marks = Marks(run.team.on_gpu)
+    moments: list[Any] = []
+    stages: list[tuple[int, int]] = []
     real = trainer.train_step
 
     def step(
         loss_fn: Callable[..., Tensor], optimizer: Optimizer, batch: tuple[Tensor, ...], *args: Any
     ) -> Tensor:
-        marks.mark((batch[0].numel(), batch[0].size(1)))
+        moments.append(subject.bench.moment(run.team))
+        stages.append((batch[0].numel(), batch[0].size(1)))
         return real(loss_fn, optimizer, batch, *args)
 
     begin_anew(subject, run)
-    before = device_allocations(run.team)
     with mock.patch.object(trainer, "train_step", step):
         subject.bench.train_again(run)
     run.team.wait()
-    return marks.steps(), device_allocations(run.team) - before
+    found = []
+    for before, after, stage in zip(moments, moments[1:], stages):
+        ms = before.elapsed_time(after) if run.team.on_gpu else 1e3 * (after - before)
+        found.append((stage, ms))
+    return found
 
 
 def pauses_in(
@@ -1098,47 +575,32 @@ def pauses_in(
 
 
 def loop(subject: Subject, run: Run) -> None:
-    """200 real steps: p50 and p99 of each stage beside what to expect, pauses, allocations, the host."""
+    """200 real steps: p50 and p99 of each stage, pauses, allocations, the host, kernels, and the step of a
+    rank."""
     report = subject.report
-    steps, allocations = run_loop(subject, run)
+    on_gpu = run.team.on_gpu
+    before = torch.cuda.memory_stats().get("num_device_alloc", 0) if on_gpu else 0
+    steps = run_loop(subject, run)
     typical = {}
-    rows = []
     for stage in dict.fromkeys([stage for stage, _ in steps]):
         times = sorted([ms for its, ms in steps if its == stage])
         typical[stage] = times[len(times) // 2]
-        rows.append(
-            dict(
-                tokens=stage[0],
-                row_tokens=stage[1],
-                steps=len(times),
-                p50=typical[stage],
-                p99=times[int(len(times) * 0.99)],
-            )
-        )
-    schedule = subject.trainer.Schedule(0.0, 0.9)
-    optimizer_ms = 1e3 * subject.bench.median_seconds(run.team, lambda: run.optimizer.step(schedule), 10)
-    for row in rows:
-        text = f"{row['tokens']:,} tokens a step: p50 {row['p50']:.1f} ms, p99 {row['p99']:.1f}"
-        report.say("note", text, optimizer_ms=optimizer_ms, **row)
+        row = dict(tokens=stage[0], row_tokens=stage[1], steps=len(times))
+        row |= dict(p50=typical[stage], p99=times[int(len(times) * 0.99)])
+        text = f"{stage[0]:,} tokens a step: p50 {row['p50']:.1f} ms, p99 {row['p99']:.1f}"
+        report.say("note", text, **row)
     pauses = pauses_in(steps, typical, subject.toy)
     longest = sorted(pauses, key=lambda pause: -pause[1])[:3]
     listed = ", ".join([f"{ms / 1e3:.2f} s in step {number + 1}" for number, ms in longest])
-    report.say(
-        "SLOW" if pauses else "ok",
-        f"pauses on the clock: {len(pauses)}" + (f": {listed}" if pauses else ""),
-        pauses=pauses,
-    )
-    if run.team.on_gpu:
-        report.say(
-            "SLOW" if allocations else "ok", f"memory asked of the driver {allocations} times in the loop"
-        )
+    text = f"pauses on the clock: {len(pauses)}" + (f": {listed}" if pauses else "")
+    report.say("SLOW" if pauses else "ok", text, pauses=pauses)
+    if on_gpu:
+        count = torch.cuda.memory_stats().get("num_device_alloc", 0) - before
+        report.say("SLOW" if count else "ok", f"cudaMalloc {count} times in the loop")
         peak = torch.cuda.max_memory_allocated() / 2**30
-        report.say(
-            "note",
-            f"peak {peak:.1f} GiB on one GPU, whose optimizer holds all moments; micro_batch {run.micro}",
-        )
-    report.attempt("host", host_time, subject, run)
-    report.attempt("kernels", kernels, subject, run)
+        report.say("note", f"peak {peak:.1f} GiB with the whole optimizer; micro_batch {run.micro}")
+    report.attempt("operators", operators, subject, run)
+    report.attempt("kernels", profile_step, subject, run)
     report.attempt("a rank of eight", rank_of_eight, subject, run)
 
 
@@ -1169,20 +631,18 @@ def own_an_eighth(subject: Subject, run: Run) -> None:
     """From now on run.optimizer is that of rank 0 of eight, with the rules of the one that it replaces."""
     old = run.optimizer
     dtype = old.banks[0].data.dtype
-    run.optimizer = run.cfg.optimizer()(
-        run.model, run.cfg, 0, RANKS, dtype=dtype, muon_dtype=old.muon_dtype
-    )
+    run.optimizer = run.cfg.optimizer()(run.model, run.cfg, 0, RANKS, dtype=dtype, muon_dtype=old.muon_dtype)
     run.optimizer.adam_step = old.adam_step
     run.optimizer.muon_step = old.muon_step
 
 
 def rank_of_eight(subject: Subject, run: Run) -> None:
-    """The step of each stage with an eighth of the optimizer, beside what to expect. Nothing can be measured
-    afterwards with the whole optimizer."""
+    """The step of each stage with an eighth of the optimizer, and how long Python needs to launch it.
+    Nothing can be measured afterwards with the whole optimizer."""
     report = subject.report
     trainer = subject.trainer
     expected = [] if subject.toy else EXPECTED.get(report.preset, [])
-    stages = {}
+    stages: dict[tuple[int, int], Stage] = {}
     for stage in subject.bench.distinct_stages(run.cfg):
         stages.setdefault((stage.batch_tokens, stage.row_tokens), stage)
     own_an_eighth(subject, run)
@@ -1198,46 +658,25 @@ def rank_of_eight(subject: Subject, run: Run) -> None:
                 step(batch)
                 step(batch)
 
-            with report.compiling():
-                two_steps()
-                run.team.wait()
+            two_steps()
+            run.team.wait()
             ms = 1e3 * subject.bench.median_seconds(run.team, two_steps, 2 if subject.toy else 10) / 2
+            began = time.perf_counter()
+            two_steps()
+            host = 1e3 * (time.perf_counter() - began) / 2
+            run.team.wait()
             text = f"{stage.batch_tokens:,} tokens a step with an eighth of the optimizer: {ms:.1f} ms, "
-            text += "collectives as copies"
-            verdict = "note"
+            text += f"collectives as copies; {host:.1f} ms of Python to launch it"
+            slow = run.team.on_gpu and host > 0.8 * ms
             if place < len(expected):
                 estimate, record = expected[place]
                 text += f"; on 8xH100 {estimate} expected, the record's {record}"
-                if "H100" in report.machine.get("gpu", ""):
-                    verdict = "ok" if ms < 1.1 * max(estimate, record) else "SLOW"
-            report.say(verdict, text, tokens=stage.batch_tokens, with_an_eighth=ms)
+                slow |= "H100" in report.machine.get("gpu", "") and ms > 1.1 * max(estimate, record)
+            figures = dict(tokens=stage.batch_tokens, with_an_eighth=ms, host_ms=host)
+            report.say("SLOW" if slow else "ok", text, **figures)
 
 
-def host_time(subject: Subject, run: Run) -> None:
-    """How long Python needs to launch a step when the device has nothing to do."""
-    stage = run.cfg.stages()[0]
-    batch = run.loader.next(stage.batch_tokens, stage.row_tokens // run.cfg.train_seq_len, stage.doc_len)
-    step = subject.bench.step_function(subject.trainer, run, stage)
-    times = []
-    whole = []
-    for _ in range(12):
-        run.team.wait()
-        began = time.perf_counter()
-        step(batch)
-        times.append(1e3 * (time.perf_counter() - began))
-        run.team.wait()
-        whole.append(1e3 * (time.perf_counter() - began))
-    host = statistics.median(times[2:])
-    step_ms = statistics.median(whole[2:])
-    verdict = "note"
-    if run.team.on_gpu:
-        verdict = "SLOW" if host > 0.8 * step_ms else "ok"
-    subject.report.say(
-        verdict, f"host: {host:.1f} ms to launch a step of {step_ms:.1f} ms", host_ms=host, step_ms=step_ms
-    )
-
-
-def kernels(subject: Subject, run: Run) -> None:
+def profile_step(subject: Subject, run: Run) -> None:
     """The 15 kernels that take longest, with the rate of memory traffic that `static` counts for them."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -1254,34 +693,25 @@ def kernels(subject: Subject, run: Run) -> None:
     step(batch)
     run.team.wait()
     steps = 4  # even, as Adam may take every other step
-    activity = ProfilerActivity.CPU
-    counted: AbstractContextManager[None] = nullcontext()
-    if run.team.on_gpu:
-        activity = ProfilerActivity.CUDA
-        counted = static_gpu.count_bytes(torch, note, batch[0].numel() * run.cfg.model_dim * 4)
-    with counted, without_stderr(), profile(activities=[activity]) as found:
+    on_gpu = run.team.on_gpu
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    width = batch[0].numel() * run.cfg.model_dim * 4
+    counted = static_gpu.count_bytes(torch, note, width) if on_gpu else nullcontext()
+    with counted, profile(activities=[activity]) as found:
         for _ in range(steps):
             step(batch)
         run.team.wait()
     rows = []
     for event in found.key_averages():
-        us = event.self_device_time_total if run.team.on_gpu else event.self_cpu_time_total
-        if not us:  # a call of the driver
-            continue
-        row = dict(name=event.key, ms=us / 1e3 / steps, launches=event.count / steps)
-        if event.key in moved:
-            row["GBps"] = moved[event.key] / 1e3 / us
-        rows.append(row)
+        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if us:  # else a call of the driver
+            row = dict(name=event.key, ms=us / 1e3 / steps, launches=event.count / steps)
+            rows.append(row | (dict(GBps=moved[event.key] / 1e3 / us) if event.key in moved else {}))
     rows.sort(key=lambda row: -row["ms"])
     whole = sum([row["ms"] for row in rows])
-    top = rows[:15]
-    names = ", ".join([f"{row['name'][:36]} {row['ms']:.2f}" for row in top[:3]])
-    subject.report.say(
-        "note",
-        f"{len(rows)} kernels, {whole:.1f} ms a step; the longest: {names} (15 in the file)",
-        kernels=top,
-        kernel_ms=whole,
-    )
+    names = ", ".join([f"{row['name'][:36]} {row['ms']:.2f}" for row in rows[:3]])
+    text = f"{len(rows)} kernels, {whole:.1f} ms a step; the longest: {names} (15 in the file)"
+    subject.report.say("note", text, kernels=rows[:15], kernel_ms=whole)
 
 
 # ---------- operators outside of Inductor's kernels
@@ -1317,35 +747,28 @@ class Recorder(TorchDispatchMode):
 
 
 def operators(subject: Subject, run: Run) -> None:
-    """Which operators reach the device outside of Inductor's kernels, in a compiled step, an eager one, and a
-    score. What raises, as a card without such a kernel would, is a verdict of attempt()."""
+    """Which operators reach the device outside of Inductor's kernels, in a compiled step and a score."""
     if ON_STAND_IN:
         return
-    found = []
-    device = run.team.device.type
-    kernels = run.model.kernels
-    train_steps(subject, run, run.loss_fn, 1)
-    with Recorder(device) as compiled:
-        train_steps(subject, run, run.loss_fn, 2)  # Adam may take every other step
-        run.team.wait()
-    found += compiled.rows("compiled step")
-    subject.report.send(operators=found)
-    run.model.use(type(run.model.kernels)())
-    with Recorder(device) as eager:
-        train_steps(subject, run, run.model, 2)
-        run.team.wait()
-    run.model.use(kernels)
-    found += eager.rows("eager step")
-    subject.report.send(operators=found)
+    stage = run.cfg.stages()[0]
+    batch = run.loader.next(stage.batch_tokens, stage.row_tokens // run.cfg.train_seq_len, stage.doc_len)
+    step = subject.bench.step_function(subject.trainer, run, stage)
     score = partial(subject.trainer.evaluate, run.model, run.cfg, run.data, run.team)
-    score()  # compiles
-    with Recorder(device) as scoring:
-        score()
-        run.team.wait()
-    found += scoring.rows("score")
-    subject.report.send(operators=found)
+
+    def steps() -> None:
+        step(batch)
+        step(batch)  # Adam may take every other one
+
+    found = []
+    for how, function in (("compiled step", steps), ("score", score)):
+        function()  # compiles
+        with Recorder(run.team.device.type) as recorder:
+            function()
+            run.team.wait()
+        found += recorder.rows(how)
+        subject.report.send(operators=found)
     kinds = {(row["operator"], row["dtypes"]) for row in found}
-    unseen = sorted([kind for kind in kinds if not seen_on_gpu.seen(*kind)])
+    unseen = [kind for kind in kinds if not seen_on_gpu.seen(*kind)]
     words = "" if subject.toy else f", {len(unseen)} of them not yet in tools/gpu/seen_on_gpu.tsv"
     subject.report.say("note", f"{len(kinds)} kinds of operators outside of generated kernels{words}")
 
@@ -1357,33 +780,15 @@ def measure(subject: Subject, part: str) -> None:
     run = report.attempt("setting up", assemble, subject)
     if run is None:
         return
-    if part in ("losses", "loop"):
-        torch._dynamo.reset()
-        ready = report.attempt("compiling the step", warm_up, subject, run)
-        report.send(compile_seconds=round(report.compile_seconds, 1))
-        if not ready:
-            return
-        if part == "losses":
-            report.attempt("losses", first_losses, subject, run)
-            report.attempt("operators", operators, subject, run)
-        else:
-            report.attempt("loop", loop, subject, run)
+    if part == "kernels":
+        found = report.attempt("shapes", attention_calls, subject, run)
+        if found:
+            report.attempt("kernels", time_kernels, subject, run, *found)
         return
-    found = report.attempt("shapes", attention_calls, subject, run)
-    if found is None:
-        return
-    calls, loss_args = found
-    if part == "alternatives":
-        report.attempt("alternatives", alternatives, subject, run, calls, loss_args)
-        return
-    for call, _ in calls:
-        report.attempt(call.name(), attention_numbers, subject, run, call)
-    if loss_args is None:
-        report.say("note", "the loss is the model's own, and is not compared with fp32")
-        return
-    report.attempt("loss", loss_numbers, subject, run, loss_args)
-    if has_fp8(run):
-        report.attempt("fp8 products", fp8_numbers, subject, run, loss_args)
+    seconds = report.attempt("compiling the step", compile_step, subject, run)
+    if seconds is not None:
+        report.send(compile_seconds=round(seconds, 1))
+        report.attempt("the loop", loop, subject, run)
 
 
 def main(path: str) -> int:
@@ -1393,30 +798,24 @@ def main(path: str) -> int:
     toy = spec["toy"]
     report = Report(Path(spec["events"]), part, spec["preset"], spec["machine"])
     report.doing("importing torch's compiler")
-    source = Path(spec["trainer"])
-    trainer = load_trainer(source)
+    trainer = load_trainer(Path(spec["trainer"]))
     from tools.dev import bench
 
-    init_drawn_once(trainer)
     if ON_STAND_IN:
         from tools.gpu import static as static_gpu
 
         kept = static_gpu.replace_attention(torch, lambda *_: None)  # noqa: F841  held until the end
-    torch._dynamo.config.recompile_limit = 64  # kinds of attention times options; beyond it runs uncompiled
+    torch._dynamo.config.recompile_limit = 64  # kinds of attention; beyond it runs uncompiled
     if toy:
         torch.set_num_threads(1)  # more gain nothing at this size
     if part == "environment":
         report.attempt(part, environment, report, trainer, toy)
-    elif part == "ranks":
-        report.attempt(part, ranks, report, trainer, bench, source, Path(spec["folder"]))
     else:
         measure(Subject(trainer, bench, report, spec["settings"], toy), part)
     peak = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
-    report.send(compile_seconds=round(report.compile_seconds, 1), peak_GiB=round(peak, 1))
+    report.send(peak_GiB=round(peak, 1))
     return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--rank-of":
-        sys.exit(run_as_rank(Path(sys.argv[2]), load_trainer(Path(sys.argv[3]))))
     sys.exit(main(sys.argv[1]))

@@ -1,41 +1,35 @@
-"""Writes docs/gpu_results.md from the reports in docs/gpu_results/: python tools/gpu/results.py
+"""What the reports in docs/gpu_results/ show: writes the tables of docs/first_gpu.md between its two marks.
 
+    python tools/gpu/results.py                             makes them anew
     python tools/gpu/results.py --add FILE --name NAME      copies a report there first
     python tools/gpu/results.py --seen FILE ...             what ran in them goes into seen_on_gpu.tsv
 
-Each is the JSON file of `./run.sh gpu-report`. A rehearsal (--toy) and a file that is no report are refused.
-With --add: --commit for a report that does not know its own, --environment FILE for one without its machine,
-from what `gpu-report --only environment` printed there, --side-by-side if other programs ran on the card, so
-that its times count for nothing, --remark for what a reader should know.
+Each is the JSON file of `./run.sh gpu-report`. A rehearsal (--toy) and a file that is no report are
+refused. With --add: --side-by-side if other programs ran on the card, so that its times count for nothing,
+--remark for what a reader should know.
 """
 
 import argparse
 import json
-import math
-import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
     sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
 from tools.gpu import seen_on_gpu  # noqa: E402
+from tools.gpu.plan import GOALS, PRESETS, WITH_ARTIFACT  # noqa: E402
+from tools.run import cards  # noqa: E402
 
 FOLDER = ROOT / "docs" / "gpu_results"
-HEAD = """# GPU results
-
-What `./run.sh gpu-report` has found on GPUs, made by `python tools/gpu/results.py` from the files in
-`docs/gpu_results/`. To add yours, put its `gpu_report.json` there under a name of its own, or paste it into
-the form "GPU report" of a new issue. How to read a report: [first_gpu.md](first_gpu.md).
-
-"""
-NONE = "None yet.\n"
-
-
+PAGE = ROOT / "docs" / "first_gpu.md"
+BEGIN = "<!-- made by tools/gpu/results.py -->\n"
+END = "<!-- end of what it made -->\n"
 KEYS = ("toy", "begun", "commit", "complete", "machine", "verdicts")  # of a report, what is shown
-MORE = dict(side_by_side=False, remark="", operators={})  # what it may have besides
+# What it may have besides. given: constants that the command set; shown: {preset: [goal]} by its log alone
+MORE: dict[str, Any] = dict(side_by_side=False, remark="", operators={}, given={}, shown={})
 
 
 class NoReport(Exception):
@@ -61,93 +55,131 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def stage_times(verdicts: list[dict[str, Any]], preset: str) -> str:
-    """`16,384: 36.1 (31.2)` for each stage: tokens of a rank's step, ms of the step on one GPU, and with an
-    eighth of the optimizer."""
-    eighths = {}
-    for row in verdicts:
-        if row["preset"] == preset and "with_an_eighth" in row["figures"]:
-            eighths[row["figures"]["tokens"]] = row["figures"]["with_an_eighth"]
-    found = []
-    for row in verdicts:
-        figures = row["figures"]
-        if row["preset"] == preset and "p50" in figures:
-            text = f"{figures['tokens']:,}: {figures['p50']:.1f}"
-            if figures["tokens"] in eighths:
-                text += f" ({eighths[figures['tokens']]:.1f})"
-            elif "rank_of_eight" in figures:  # until November 2026
-                text += f" ({figures['rank_of_eight']:.1f} estimated)"
-            found.append(text)
-    return ", ".join(found) or "not run"
+def reports(folder: Path = FOLDER) -> list[dict[str, Any]]:
+    """Those in a folder, the oldest first. Raises NoReport."""
+    return sorted([read(path) for path in folder.glob("*.json")], key=lambda found: found["begun"])
 
 
-def worst_error(verdicts: list[dict[str, Any]], preset: str) -> str:
-    """The largest part of what was allowed that some result was off from fp32."""
-    parts = [0.0]
-    for row in verdicts:
-        most = row["figures"].get("most")
-        if row["preset"] == preset and row["part"] == "numbers" and most:
-            errors = [value for name, value in row["figures"].items() if name != "most"]
-            parts.append(max([error if math.isfinite(error) else math.inf for error in errors]) / most)
-    if len(parts) == 1:
-        return "not run"
-    return f"{max(parts):.0%} of what is allowed" if max(parts) < math.inf else "not finite"
+# ---------- what a card has shown
+class Shown(NamedTuple):
+    """That a preset did something on a card. given: constants that were not the preset's."""
+
+    preset: str
+    goal: str
+    card: str
+    torch: str
+    date: str
+    given: str
+
+    def cell(self) -> str:
+        words = f"{self.card}, {self.torch}, {self.date}"
+        return f"{words} ({self.given})" if self.given else words
 
 
-def table(reports: dict[str, dict[str, Any]]) -> str:
-    """Rows of all reports and presets, newest first."""
-    lines = [
-        "| date, commit | machine | preset | ms a step on one GPU (with an eighth of the optimizer) "
-        "| off from fp32 | "
-        "faults | slow | to set | remarks |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, found in sorted(reports.items(), key=lambda item: item[1]["begun"], reverse=True):
-        machine = found["machine"]
-        verdicts = found["verdicts"]
-        for preset in dict.fromkeys([row["preset"] for row in verdicts if row["preset"]]):
-            own = [row for row in verdicts if row["preset"] in ("", preset)]
-            faults = [row["text"] for row in own if row["verdict"] == "FAULT"]
-            slow = [row["text"] for row in own if row["verdict"] == "SLOW"]
-            changes = [row["figures"]["change"] for row in own if row["verdict"] == "set"]
-            whole = "" if found["complete"] else ", ended early"
-            beside = found["side_by_side"]
-            cells = [
-                f"{found['begun'][:10]}, {found['commit']} ({name}{whole})",
-                f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}",
-                preset,
-                "not timed: others ran beside it" if beside else stage_times(verdicts, preset),
-                worst_error(verdicts, preset),
-                "; ".join(faults) or "none",
-                "not timed" if beside else "; ".join(slow) or "none",
-                "; ".join(dict.fromkeys(changes)) or "nothing",
-                found["remark"],
-            ]
-            lines.append("| " + " | ".join([cell.replace("|", "/") for cell in cells]) + " |")
+def goals_of(row: dict[str, Any], beside: bool) -> list[str]:
+    """What a verdict shows of its preset. beside: others ran on the card, so its times count for nothing."""
+    figures = row["figures"]
+    if not beside and "p50" in figures:
+        return ["loop timed"]
+    if not beside and "ms" in figures:
+        return ["kernels timed"]
+    if row["verdict"] != "ok":
+        return []
+    if row["part"] == "train":
+        scores = figures["scores"]
+        found = ["trains", "writes"]
+        found += ["validates"] if "trained" in scores else []
+        return found + (["reads back"] if "artifact" in scores else [])
+    return dict(score=["scores apart"], resume=["resumes"]).get(row["part"], [])
+
+
+def shown(found: list[dict[str, Any]]) -> list[Shown]:
+    """All that these reports show, the oldest first."""
+    rows = []
+    for report in found:
+        machine = report["machine"]
+        card = (cards.card_of(machine["gpu"]) or machine["gpu"]).upper()
+        given = " ".join([f"{name}={value}" for name, value in report["given"].items()])
+        pairs = [(preset, goal) for preset, goals in report["shown"].items() for goal in goals]
+        for row in report["verdicts"]:
+            pairs += [(row["preset"], goal) for goal in goals_of(row, report["side_by_side"])]
+        for preset, goal in dict.fromkeys(pairs):
+            torch = machine["torch"].split("+")[0]
+            rows.append(Shown(preset, goal, card, torch, report["begun"][:10], given))
+    return rows
+
+
+def matrix(rows: list[Shown]) -> str:
+    """Presets by goals; the newest counts, and one of the preset's own constants before others."""
+    lines = ["| | " + " | ".join(GOALS) + " |", "|---" * (len(GOALS) + 1) + "|"]
+    for preset in PRESETS:
+        cells = [preset]
+        for goal in GOALS:
+            its = [row for row in rows if (row.preset, row.goal) == (preset, goal)]
+            own = [row for row in its if not row.given]
+            none = "-" if goal == "reads back" and preset not in WITH_ARTIFACT else ""
+            cells.append([*its, *own][-1].cell() if its else none)
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def page(folder: Path) -> str:
-    """The page of the reports in a folder. Raises NoReport."""
-    reports = {path.stem: read(path) for path in sorted(folder.glob("*.json"))}
-    return HEAD + (table(reports) if reports else NONE)
+# ---------- times
+def mfu(preset: str, tokens: int, row_tokens: int, ms: float, gpu: str) -> str:
+    """Of a step of so many tokens of one rank of eight: its matmul FLOPs over the card's dense bf16 peak."""
+    import train_gpt
+    from tools.run import plan
+
+    cfg = train_gpt.load_config(dict(PRESET=preset))
+    cfg = train_gpt.replace(cfg, vocab_size=cfg.vocab_size or 1024)
+    peak = cards.peak_flops(gpu)
+    for stage in cfg.stages():
+        if peak and (stage.batch_tokens, stage.row_tokens) == (8 * tokens, row_tokens):
+            return f"{plan.flops_per_token(cfg, stage) * tokens / (ms / 1e3) / peak:.1%}"
+    return "?"
 
 
-def machine_in(path: Path) -> dict[str, str]:
-    """The machine in what gpu-report printed of it. Raises NoReport."""
-    line = r"^ok +(.+), driver (\S+), torch (\S+), cuDNN (\S+), Triton (\S+)$"
-    found = re.search(line, path.read_text(encoding="utf-8"), re.M)
-    if not found:
-        raise NoReport(f"{path.name} has no line about a GPU")
-    return dict(zip(("gpu", "driver", "torch", "cudnn", "triton"), found.groups()))
+def times(found: list[dict[str, Any]]) -> str:
+    """A row for each timed stage, the newest first."""
+    head = ["preset, tokens a step of a rank", "card, torch, date, commit", "ms, p50", "p99", "MFU"]
+    head += ["with an eighth of the optimizer"]
+    lines = ["| " + " | ".join(head) + " |", "|---|---|---:|---:|---:|---:|"]
+    for report in [report for report in reversed(found) if not report["side_by_side"]]:
+        machine = report["machine"]
+        torch = machine["torch"].split("+")[0]
+        where = f"{machine['gpu']}, {torch}, {report['begun'][:10]}, {report['commit']}"
+        eighths = {}
+        for row in report["verdicts"]:
+            if "with_an_eighth" in row["figures"]:
+                eighths[row["preset"], row["figures"]["tokens"]] = f"{row['figures']['with_an_eighth']:.1f}"
+        for row in [row for row in report["verdicts"] if "p50" in row["figures"]]:
+            figures = row["figures"]
+            tokens = figures["tokens"]
+            eighth = eighths.get((row["preset"], tokens), "")
+            if "rank_of_eight" in figures:  # until 27 November 2026
+                eighth = f"{figures['rank_of_eight']:.1f} (estimate)"
+            part = mfu(row["preset"], tokens, figures["row_tokens"], figures["p50"], machine["gpu"])
+            cells = [f"{row['preset']}, {tokens:,}", where, f"{figures['p50']:.1f}", f"{figures['p99']:.1f}"]
+            lines.append("| " + " | ".join([*cells, part, eighth]) + " |")
+    return "\n".join(lines) + "\n"
 
 
+def tables(folder: Path = FOLDER) -> str:
+    """What is between the marks. Raises NoReport."""
+    found = reports(folder)
+    return f"{matrix(shown(found))}\n{times(found)}"
+
+
+def page(text: str, folder: Path = FOLDER) -> str:
+    """The page with its tables made anew. Raises NoReport."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + tables(folder) + END + after
+
+
+# ---------- the command
 def add(args: argparse.Namespace, folder: Path) -> None:
     """Copies a report to the folder, with what it lacks. Raises NoReport."""
     report = json.loads(args.add.read_text(encoding="utf-8"))
-    if args.environment:
-        report["machine"] = machine_in(args.environment)
-    report["commit"] = report["commit"] or args.commit
     report["side_by_side"] = args.side_by_side
     report["remark"] = args.remark
     target = folder / f"{args.name}.json"
@@ -159,15 +191,13 @@ def add(args: argparse.Namespace, folder: Path) -> None:
         raise
 
 
-def main(argv: list[str], folder: Path = FOLDER, table: Path = seen_on_gpu.TABLE) -> int:
+def main(argv: list[str], folder: Path = FOLDER, table: Path = seen_on_gpu.TABLE, file: Path = PAGE) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--add", type=Path, metavar="FILE")
     parser.add_argument("--seen", type=Path, nargs="+", metavar="FILE", default=[])
     parser.add_argument("--name", default="")
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--environment", type=Path, metavar="FILE")
     parser.add_argument("--side-by-side", action="store_true")
     parser.add_argument("--remark", default="")
     args = parser.parse_args(argv)
@@ -177,13 +207,13 @@ def main(argv: list[str], folder: Path = FOLDER, table: Path = seen_on_gpu.TABLE
         if args.add:
             add(args, folder)
         rows = [row for path in args.seen for row in seen_on_gpu.rows_of(read(path), path.name)]
-        text = page(folder)
+        text = page(file.read_text(encoding="utf-8"), folder)
     except NoReport as error:
         print(f"gpu_results: {error}", file=sys.stderr)
         return 2
     if rows:
         seen_on_gpu.write([*seen_on_gpu.load(table), *rows], table)
-    folder.with_suffix(".md").write_text(text, encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -27,6 +27,7 @@ static long setting(const char *name, long otherwise) {
 #define GPU_COUNT setting("STATIC_COUNT", 1)
 #define CAPABILITY setting("STATIC_CC", 90)
 #define PROCESSORS setting("STATIC_SMS", 132)
+#define THREADS setting("STATIC_THREADS", 2048)    /* that a multiprocessor holds at once */
 #define SHARED setting("STATIC_SHARED", 232448)    /* bytes that a block can have */
 #define MEMORY ((size_t)setting("STATIC_MIB", 81079) << 20)
 #define CONTEXT ((size_t)600 << 20)                /* what context and libraries take of it */
@@ -166,11 +167,11 @@ static int attribute(int which) {    /* numbers of cudaDeviceAttr */
     case 36: return 2619000;
     case 37: return 5120;
     case 38: return 52428800;
-    case 39: return CAPABILITY == 89 ? 1536 : CAPABILITY == 75 ? 1024 : 2048;
+    case 39: return THREADS;
     case 40: return 3;
     case 75: return CAPABILITY / 10;
     case 76: return CAPABILITY % 10;
-    case 81: return SHARED + 1024;
+    case 81: return CAPABILITY == 75 ? SHARED : SHARED + 1024;
     case 97: return SHARED;
     }
     return 0;
@@ -264,7 +265,8 @@ API int cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
     memset(a, 0, sizeof *a);
     a->maxThreadsPerBlock = 1024;
     a->numRegs = 64;
-    a->binaryVersion = a->ptxVersion = CAPABILITY;
+    /* torch has no code of its own for 8.9 and 10.3: there the one before runs, and cub asks which that is */
+    a->binaryVersion = a->ptxVersion = CAPABILITY == 89 ? 86 : CAPABILITY == 103 ? 100 : CAPABILITY;
     a->maxDynamicSharedSizeBytes = SHARED;
     return 0;
 }

@@ -15,12 +15,12 @@ zeros or garbage, so nothing here says anything about numerics or speed; what is
 can be believed. Replaced in Python: NCCL by torch.testing's fake process group (this is rank 0); dense
 attention by functions that allocate what the fused kernels would; the init, which is not drawn.
 
-Milliseconds "at the ceilings" are those of a GPU that reaches the ceilings in GPUS in every part, one after
-another: a way to see which part grew, no prediction. Beside the sum stands an estimate for 8 H100: the sum
-times what the game's record logged over what was counted of its own script (FACTORS). The time of the ranks'
-collectives stands beside both. "estimate by what an H100 took" is the counted work at the rates that one H100
-reached, kernel by kernel, and transposing kernels by name (kernel_costs.py). Exit code 1: some PROBLEM line
-was printed.
+Milliseconds "at the ceilings" are those of a GPU that reaches the ceilings in tools/run/cards.py in every
+part, one after another: a way to see which part grew, no prediction. Beside the sum stands an estimate for
+8 H100: the sum times what the game's record logged over what was counted of its own script (FACTORS). The
+time of the ranks' collectives stands beside both. "estimate by what an H100 took" is the counted work at
+the rates that one H100 reached, kernel by kernel, and transposing kernels by name (kernel_costs.py). Exit
+code 1: some PROBLEM line was printed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -52,6 +52,7 @@ if __name__ == "__main__":  # our modules are those of this checkout, whatever e
     sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
 from tools.gpu import kernel_costs  # noqa: E402
 from tools.gpu import seen_on_gpu  # noqa: E402
+from tools.run.cards import CARDS, Card  # noqa: E402
 
 if TYPE_CHECKING:  # imported by the process that measures, from the folder of --trainer
     from torch import Tensor
@@ -64,27 +65,6 @@ LIBRARIES = ("torch_cuda", "c10_cuda", "torch_python", "torch_cpu", "caffe2_nvrt
 Note = Callable[..., None]  # Recorder.note()
 
 
-class Gpu(NamedTuple):
-    """What the library says of itself, and ceilings: about what such a GPU reaches."""
-
-    name: str
-    capability: int
-    processors: int
-    shared: int  # bytes of shared memory that a block can have
-    memory: int  # MiB that torch sees
-    bf16: float  # FLOP/s of large products; fp32 where there is no bf16
-    fp8: float
-    attention: float  # FLOP/s of dense attention; of flex attention 0.8 of it
-    bandwidth: float  # bytes/s
-
-
-GPUS = {
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 90, 132, 232_448, 81_079, 790e12, 1580e12, 500e12, 3.0e12),
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", 80, 108, 166_912, 81_153, 250e12, 0, 180e12, 1.8e12),
-    "4090": Gpu("NVIDIA GeForce RTX 4090", 89, 128, 101_376, 24_076, 150e12, 300e12, 110e12, 0.9e12),
-    "l4": Gpu("NVIDIA L4", 89, 58, 101_376, 22_565, 60e12, 120e12, 45e12, 0.27e12),
-    "t4": Gpu("Tesla T4", 75, 40, 65_536, 14_913, 6e12, 0, 4e12, 0.28e12),
-}
 FP32 = 60e12  # FLOP/s of fp32 products on an H100
 NVLINK = 370e9  # bytes/s of a collective among 8 H100
 TYPES = {0: ("fp32", 4), 14: ("bf16", 2), 2: ("fp16", 2), 28: ("fp8", 1), 29: ("fp8", 1)}  # cudaDataType
@@ -154,7 +134,7 @@ def build(folder: Path | str, site: Path = SITE) -> Path:
     return folder / "libcuda.so.1"
 
 
-def environment(library: Path, gpu: Gpu, ranks: int, cache: str | Path) -> dict[str, str]:
+def environment(library: Path, card: Card, ranks: int, cache: str | Path) -> dict[str, str]:
     """What a process needs in its environment to see `ranks` such GPUs."""
     here = str(library.parent)
     return os.environ | dict(
@@ -162,12 +142,14 @@ def environment(library: Path, gpu: Gpu, ranks: int, cache: str | Path) -> dict[
         LD_LIBRARY_PATH=here,
         TRITON_LIBCUDA_PATH=here,
         STATIC_COUNT=str(ranks),
-        STATIC_NAME=gpu.name,
-        STATIC_CC=str(gpu.capability),
-        STATIC_SMS=str(gpu.processors),
-        STATIC_SHARED=str(gpu.shared),
-        STATIC_MIB=str(gpu.memory),
+        STATIC_NAME=card.name,
+        STATIC_CC=str(card.capability),
+        STATIC_SMS=str(card.processors),
+        STATIC_THREADS=str(card.threads),
+        STATIC_SHARED=str(card.shared),
+        STATIC_MIB=str(round(1024 * card.GiB)),
         OMP_NUM_THREADS="1",
+        PYTORCH_ALLOC_CONF="expandable_segments:False",  # which need more of the driver than there is here
         TORCHINDUCTOR_COMPILE_THREADS="1",
         TRITON_CACHE_DIR=f"{cache}/triton",
         TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor",
@@ -553,7 +535,7 @@ class Subject:
         document = kernel_costs.DOCUMENT if in_documents else 0
         seen = flops * window_pairs(self.trainer, cfg, stage, document)
         found = figures(lines, flex, eager, every)
-        if run.team.device.type == "cuda" and os.environ.get("STATIC_NAME") == GPUS["h100"].name:
+        if run.team.device.type == "cuda" and os.environ.get("STATIC_NAME") == CARDS["h100"].name:
             found |= kernel_costs.estimate(lines, seen, eager, every)
         return dict(
             T=T,
@@ -620,8 +602,8 @@ def refusals(lines: list[list[str]]) -> dict[str, int]:
 
 def figures(lines: list[list[str]], flex_flop: float, eager: float, steps: int) -> dict[str, Any]:
     """What the lines of so many steps say of one step. Of all of them: flex_flop, eager (bytes)."""
-    name = os.environ.get("STATIC_NAME", GPUS["h100"].name)
-    gpu = next(gpu for gpu in GPUS.values() if gpu.name == name)
+    name = os.environ.get("STATIC_NAME", CARDS["h100"].name)
+    card = next(card for card in CARDS.values() if card.name == name)
     kinds: collections.Counter[str] = collections.Counter()
     flop: dict[str, float] = collections.defaultdict(float)
     moved: dict[str, float] = collections.defaultdict(float)
@@ -635,14 +617,14 @@ def figures(lines: list[list[str]], flex_flop: float, eager: float, steps: int) 
             name, size = TYPES[a]
             work = 2 * m * n * k * batch
             data = batch * (size * (m * k + k * n) + TYPES[out][1] * m * n)
-            rate = {"fp8": gpu.fp8, "fp32": min(FP32, gpu.bf16)}.get(name) or gpu.bf16
+            rate = {"fp8": card.fp8_products, "fp32": min(FP32, card.products)}.get(name) or card.products
             flop[name] += work
-            ms["products " + name] += 1e3 * max(work / rate, data / gpu.bandwidth)
+            ms["products " + name] += 1e3 * max(work / rate, data / card.memory)
         elif kind == "attention":
             B, H, T, D, K, causal = map(int, words[2:8])
             work = 4 * B * H * T * K * D / (2 if causal else 1) * (1 if words[1] == "forward" else 2.5)
             flop["dense attention"] += work
-            ms["attention"] += 1e3 * work / gpu.attention
+            ms["attention"] += 1e3 * work / card.attention
         elif kind == "bytes" and not ("flex" in words[0] and "_tem_" in words[0]):
             moved["triton"] += int(words[1])
             kernels[words[0]][0] += int(words[1])
@@ -655,8 +637,8 @@ def figures(lines: list[list[str]], flex_flop: float, eager: float, steps: int) 
             row[1:] = row[1] + 1, max(row[2], int(words[4])), max(row[3], int(words[5]))
     flop["flex attention"] = flex_flop
     moved["eager"] = eager
-    ms["attention"] += 1e3 * flex_flop / (0.8 * gpu.attention)
-    ms["elementwise"] = 1e3 * (moved["triton"] + moved["eager"] + moved["memset"]) / gpu.bandwidth
+    ms["attention"] += 1e3 * flex_flop / (0.8 * card.attention)
+    ms["elementwise"] = 1e3 * (moved["triton"] + moved["eager"] + moved["memset"]) / card.memory
     launched = ("triton", "torch", "gemm", "attention", "copy", "memset")
     total = sum(ms.values()) / steps
     return dict(
@@ -831,6 +813,8 @@ def report(title: str, found: dict[str, Any], kernels: int = 0) -> None:
         f"{rehearsal['slowest_ptxas'][1]} s; with stack {len(rehearsal['spilling'])}; rehearsal "
         f"{rehearsal['peak_GiB']} GiB, reserved {rehearsal['reserved_GiB']}"
     )
+    if found["dtype"] == "float32":
+        print("  no bf16 on this card, so activations are fp32: no tensor cores, twice the memory")
     for line in rehearsal["log"]:
         print(f"  log: {line}")
     for name, row in found["stages"].items():
@@ -885,7 +869,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("words", nargs="*", metavar="PRESET or NAME=value")
-    parser.add_argument("--gpu", nargs="+", default=["h100"], choices=GPUS)
+    parser.add_argument("--gpu", nargs="+", default=["h100"], choices=CARDS)
     parser.add_argument("--ranks", nargs="+", type=int, help="8; tiny, whose step is one row: 1")
     parser.add_argument("--trainer", type=Path, default=ROOT, help="folder of train_gpt.py")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N that move most bytes")
@@ -930,7 +914,7 @@ def in_a_process(
         *(["--run", "--parts", *args.parts] if args.run else []),
     ]
     # Its temporary files go with the folder: os._exit() leaves them
-    env = environment(library, GPUS[gpu], ranks, cache) | dict(TMPDIR=str(folder))
+    env = environment(library, CARDS[gpu], ranks, cache) | dict(TMPDIR=str(folder))
     if args.run:  # Inductor's own launcher drops the Python of a kernel, which the interpreter runs
         env |= dict(STATIC_COMPUTES="1", TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="0")
         env["PYTHONWARNINGS"] = "ignore::UserWarning"  # torch's, on each operator that is replaced

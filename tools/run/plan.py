@@ -1,7 +1,6 @@
 """What a run will take and do: memory, micro-batch, time, disk, the artifact's bytes, the table of stages.
 All of it is estimated before anything trains; docs/log.md says what the estimates were fitted to."""
 import math
-import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tools.run import cards
 from tools.run.machine import Machine
 from train_gpt import (
     Config, Layer, Stage, Staged, horizon_weights, kind_of, packed_tensors,
@@ -20,6 +20,8 @@ H100_FLOPS = 989.4e12  # peak bf16 FLOP/s of an H100 or H200
 MOST_SCORING_PART = 0.5  # fraction of peak FLOP/s that no scoring run reaches
 SCORING_SECONDS = 600  # that golf allows
 GPU_PART = 0.5  # of the peak FLOP/s: nanochat's d24 in bf16 on 8 H100s
+# Seconds that the record of each recipe took on eight H100, by its log or, golf's, by its game's clock
+RECORD_SECONDS = dict(golf=600, golf_plus=600, speedrun=132.2, speedrun_plus=70.09, gpt2=8967, gpt2_plus=5940)
 # What a layer keeps per token for the backward pass, in multiples of model_dim: fitted to the peaks that
 # ./run.sh static counted (docs/log.md).
 KEPT_BY_ATTENTION = 13
@@ -136,12 +138,23 @@ def limits_line(cfg: Any, machine: Machine) -> str:
     if cfg.max_wallclock_seconds:
         return f"{line}at most {cfg.max_wallclock_seconds:g} s of training"
     flops = flops_per_token(cfg) * planned_tokens(cfg)
-    speed = 0.0
-    if not machine.on_gpu:
-        speed = CPU_FLOPS * machine.threads
-    elif re.search("H[12]00", torch.cuda.get_device_name()):
-        speed = GPU_PART * H100_FLOPS * machine.world_size
+    speed = CPU_FLOPS * machine.threads
+    if machine.on_gpu:
+        speed = GPU_PART * cards.peak_flops(torch.cuda.get_device_name()) * machine.world_size
     return f"{line}no cap" + (f", about {flops / speed / 3600:.1f} h (estimate)" if speed else "")
+
+
+def record_line(cfg: Any, machine: Machine) -> str:
+    """How long the record's whole run would take on these GPUs if they came as near to their peaks as its
+    eight H100; empty on a CPU, for an unknown card and for tiny, whose game is this machine's."""
+    peak = cards.peak_flops(torch.cuda.get_device_name()) if machine.on_gpu else 0
+    seconds = RECORD_SECONDS.get(cfg.preset, 0)
+    if not peak or not seconds:
+        return ""
+    hours = seconds * 8 * H100_FLOPS / (machine.world_size * peak) / 3600
+    return (f"record: {seconds:g} s on eight H100, so about {hours:.1f} h on {machine.world_size} "
+            f"{torch.cuda.get_device_name()} (estimate by the peaks, {H100_FLOPS / 1e12:.0f} and "
+            f"{peak / 1e12:.0f} TFLOP/s in bf16)")
 
 
 def full_disk(cfg: Any, folder: Path) -> str:
@@ -217,6 +230,9 @@ def plan_lines(cfg: Any, machine: Machine, micro: int, code: Callable[[], int]) 
         width = machine.dtype.itemsize if machine.on_gpu else 4
         yield f"collectives: {2 * width * counts.total() / 1e6:.0f} MB per step"
     yield limits_line(cfg, machine)
+    record = record_line(cfg, machine)
+    if record:
+        yield record
     if cfg.artifact_bytes_limit and cfg.score_artifact:
         yield artifact_line(cfg, code())
     yield from stage_lines(cfg)

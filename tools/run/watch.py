@@ -46,7 +46,7 @@ STAGES = {
     "Serialized": "evaluating the artifact", "final_": "writing the result"}
 # Lines that a terminal does not need: the plan, which it shows in short, and what result.json says
 QUIET = re.compile(
-    r"data: (?!no |not )|parameters:|matmul |world_size:|collectives:|limits:|stage table:| {3,}\d+ |"
+    r"data: (?!no |not )|parameters:|matmul |world_size:|collectives:|limits:|record:|stage table:| {3,}\d+ |"
     r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|warmup before|setup:|"
     r"step:\d+/\d+ train_loss|val_part |(counting )?n-grams|init of |stopping_early:|evaluating |"
     r"Serialized |Code size:|Total submission|peak memory|scoring the artifact|final_| *[a-z_]+  \S")

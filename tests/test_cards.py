@@ -1,0 +1,37 @@
+"""The table of cards: names as torch tells them, peaks, and that every card has what `static` needs."""
+
+import pytest
+
+from tools.run import cards
+
+NAMES = [*[(card.name, key) for key, card in cards.CARDS.items()], ("NVIDIA A100-PCIE-40GB", "a100"),
+         ("NVIDIA H200 NVL", ""), ("NVIDIA H100 PCIe", ""), ("NVIDIA GB200", ""), ("NVIDIA L40S", ""),
+         ("NVIDIA GeForce RTX 3090 Ti", ""), ("NVIDIA GeForce RTX 5090 Laptop GPU", ""),
+         ("NVIDIA GeForce RTX 5090 D", ""), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""), ("NVIDIA T400", "")]
+
+
+@pytest.mark.parametrize("name, key", NAMES)
+def test_a_card_is_known_by_its_name(name, key):
+    """A part of a card, and one that only begins like another, is not."""
+    assert cards.card_of(name) == key
+
+
+def test_peaks_are_dense_and_of_the_card():
+    peaks = {key: cards.peak_flops(card.name) / 1e12 for key, card in cards.CARDS.items()}
+    assert peaks["5090"] == 209.5 and peaks["b200"] == peaks["b300"] == 2250 and peaks["t4"] == 0
+    assert cards.peak_flops("NVIDIA H200 NVL") == 835.5e12 and cards.peak_flops("NVIDIA Made Up") == 0
+    for key, card in cards.CARDS.items():
+        assert card.fp8_peak == pytest.approx(2 * card.peak, rel=1e-3) or not card.fp8_peak, key
+        assert (card.fp8_peak > 0) == (card.capability >= 89), key
+        assert (card.peak > 0) == (card.capability >= 80), key
+
+
+def test_ceilings_are_below_the_peaks():
+    """And what an SM holds is what its compute capability says."""
+    for key, card in cards.CARDS.items():
+        assert card.attention < card.products <= 0.92 * (card.peak or 8.1e12), key    # 8.1: fp32 of a T4
+        assert card.fp8_products <= 0.92 * card.fp8_peak and 0.8 < card.memory / card.bandwidth < 0.95, key
+        threads = {75: 1024, 80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 103: 2048, 120: 1536}
+        shared = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+        assert card.threads == threads[card.capability], key
+        assert card.shared == 1024 * shared[card.capability], key
