@@ -2240,7 +2240,7 @@ def compile_step(run: Run) -> None:
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     run.loss_fn = torch.compile(run.model, dynamic=False, fullgraph=run.team.on_gpu)
     run.optimizer.adam_step = torch.compile(cfg.adam_step, dynamic=True)
-    # each shape of a bank is a graph of its own, again where a later stage sums its gradients in another dtype
+    # each shape of a bank is a graph, once more if a later stage sums its gradients in another dtype
     torch._dynamo.config.recompile_limit = 64
     if run.team.on_gpu:  # a CPU gains nothing
         run.optimizer.muon_step = torch.compile(cfg.muon_step, dynamic=False, fullgraph=True)

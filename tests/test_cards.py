@@ -2,7 +2,8 @@
 
 import pytest
 
-from tools.run import cards
+import train_gpt
+from tools.run import cards, plan
 
 NAMES = [*[(card.name, key) for key, card in cards.CARDS.items()], ("NVIDIA A100-PCIE-40GB", "a100"),
          ("NVIDIA H200 NVL", ""), ("NVIDIA H100 PCIe", ""), ("NVIDIA GB200", ""), ("NVIDIA L40S", ""),
@@ -35,3 +36,31 @@ def test_ceilings_are_below_the_peaks():
         shared = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
         assert card.threads == threads[card.capability], key
         assert card.shared == 1024 * shared[card.capability], key
+
+
+EIGHT = "8x NVIDIA H100 80GB HBM3"
+
+
+def result_of(preset, hardware, rate, steps):
+    config = {name: train_gpt.show(value) for name, value in vars(train_gpt.preset_config(preset)).items()}
+    return dict(preset=preset, config=config, hardware=hardware, tok_per_s=rate, steps=steps)
+
+
+def test_mfu_of_a_run():
+    """golf's 49,152 tokens in 35.7 ms on an H100; of eight it is the same at eight times the rate. The
+    speedrun's tokens cost more in later stages, whose windows are larger."""
+    rate = 49_152 / 0.0357
+    for gpus in (1, 8):
+        text = plan.mfu(result_of("golf", f"{gpus}x NVIDIA H100 80GB HBM3", gpus * rate, 8000))
+        assert text == f"mfu:0.457 of {gpus} x 989 bf16 TFLOP/s"
+    early, late = [plan.mfu(result_of("speedrun", EIGHT, 4e6, steps)) for steps in (300, 2160)]
+    assert 0.2 < float(early[4:9]) < float(late[4:9]) < 0.5
+    unknown = plan.mfu(result_of("golf", "1x NVIDIA Made Up", 1e6, 9))
+    assert unknown == "mfu:? (no peak is known for NVIDIA Made Up)"
+    assert plan.mfu(result_of("tiny", "2 ranks x 1 threads of AMD EPYC", 1e4, 9)) == ""
+
+
+@pytest.mark.parametrize("preset", train_gpt.RECIPES)
+def test_a_result_gives_the_configuration_back(preset):
+    """Also that of a depth, which is no horizon a second time."""
+    assert plan.mfu(result_of(preset, EIGHT, 1e6, 100)).startswith("mfu:0.")

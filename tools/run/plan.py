@@ -4,16 +4,18 @@ import math
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import train_gpt
 from tools.run import cards
 from tools.run.machine import Machine
 from train_gpt import (
     Config, Layer, Stage, Staged, horizon_weights, kind_of, packed_tensors,
-    parameter_counts, planned_tokens, rows_at_once, stage_at, total_steps)
+    parameter_counts, parse_value, planned_tokens, rows_at_once, stage_at, total_steps)
 
 CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (docs/log.md)
 H100_FLOPS = 989.4e12  # peak bf16 FLOP/s of an H100 or H200
@@ -49,13 +51,37 @@ def windows_of(cfg: Any, stage: Stage | None, T: int) -> dict[str, int]:
 
 
 def flops_per_token(cfg: Any, stage: Stage | None = None) -> float:
-    """Training matmul FLOPs as PaLM counts them (arXiv:2204.02311), with the windows of this stage; None:
-    those of the last."""
-    keys = sum([layer.window for layer in layers_of(cfg, stage)])
-    passes = [sum([layer.passes for layer in layers_of(cfg, stage)]) for stage in cfg.stages()]
-    again = sum(passes) / len(passes) / cfg.num_layers
-    head = cfg.vocab_size * cfg.model_dim
-    return 6 * (head + again * (horizon_weights(cfg) - head + 2 * cfg.model_dim * keys))
+    """train_gpt.flops_per_token(), also for a recipe without stages of its own."""
+    if hasattr(cfg, "layers"):
+        return train_gpt.flops_per_token(cfg, stage)
+    keys = sum([layer.window for layer in layers_of(cfg)])
+    return 6 * (horizon_weights(cfg) + 2 * cfg.model_dim * keys)
+
+
+def mfu(result: Mapping[str, Any]) -> str:
+    """Model FLOPs utilization of a run, from its result.json: the matmul FLOPs of its tokens by PaLM's count
+    over what its GPUs do in that time at their dense bf16 peak, also where a part is in fp8. "" on a CPU."""
+    gpus, _, card = result["hardware"].partition("x ")
+    if not gpus.isdecimal():
+        return ""
+    peak = cards.peak_flops(card)
+    if not peak:
+        return f"mfu:? (no peak is known for {card})"
+    recipe = train_gpt.recipe_of(result["preset"])
+    own = {f.name: f for f in fields(recipe)}
+    cfg = recipe(**{name: parse_value(own[name], text) for name, text in result["config"].items()})
+    # 1. steps and tokens of each stage, which the clock may have brought forward: as if it had not
+    table = cfg.stages()
+    ends = [stage.first_step for stage in table[1:]] + [result["steps"]]
+    flops = 0.0
+    tokens = 0
+    for stage, end in zip(table, ends):
+        here = max(0, min(end, result["steps"]) - stage.first_step) * stage.batch_tokens
+        flops += here * flops_per_token(cfg, stage)
+        tokens += here
+    # 2. their mean at the pace of the run
+    reached = flops / max(1, tokens) * result["tok_per_s"]
+    return f"mfu:{reached / peak / int(gpus):.3f} of {gpus} x {peak / 1e12:.0f} bf16 TFLOP/s"
 
 
 # ---------------------------------------------------------------- memory, time, disk

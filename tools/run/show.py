@@ -21,6 +21,7 @@ from data import inputs  # noqa: E402
 from records.judge.runs import Run, batch_means, read_events, run_of_events  # noqa: E402
 from records.judge.scores import partial_line  # noqa: E402
 from records.show.curves import SPLITS  # noqa: E402
+from tools.run import plan  # noqa: E402
 from tools.run.sample import (  # noqa: E402
     SAMPLES, Refused, Settings, brief, demand, find_model, import_script, keep, sample_lines)
 from tools.run.watch import in_rows, target_of  # noqa: E402
@@ -190,6 +191,8 @@ def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
         return
     yield (f"{scores_text(result)} after {result['steps']:,} steps, {result['tokens']:,} tokens, "
            f"{result['train_time_ms'] / 1e3:.1f} s ({result['tok_per_s']:,} tok/s)")
+    if used := plan.mfu(result):
+        yield f"  {used}"
     for other in target_of(result).get("compare", ()):
         yield f"  {distance(result, other)}"
     if result.get("val_loss_partial") is not None:
