@@ -116,6 +116,15 @@ def test_malformed_ranks_are_refused_in_one_sentence():
         assert word in sentence and len(sentence) < 250 and sentence.isprintable(), (env, sentence)
 
 
+@pytest.mark.parametrize("env, told", [
+    (dict(NUM_LAYERS="11"), True), (dict(NUM_LAYERS="11", WINDOW_PATTERN="0SSSLSS-SSL"), False), ({}, False),
+    (dict(NUM_LAYERS="13"), False)])
+def test_layers_that_num_layers_leaves_out_are_told(env, told, workplace, call):
+    code, out, _ = call("speedrun", "--dry-run", **env)
+    warning = "warning: num_layers=11 leaves out the last layers of window_pattern=0SSSLSS-SSSL, L, and "
+    assert code == 0 and (warning in out) == told
+
+
 @pytest.mark.parametrize("words", [[], ["--dry-run"]])
 @pytest.mark.parametrize("env", [dict(RANK="0"), TWO | dict(RANK="x"), *LONE_TASKS.values()])
 def test_a_run_and_a_dry_run_refuse_a_launch_alike(env, words, workplace, refused):

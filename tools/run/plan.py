@@ -284,6 +284,16 @@ def lr_marks(cfg: Any) -> dict[int, float]:
     return factors
 
 
+def left_out(cfg: Any) -> list[str]:
+    """A warning where window_pattern has more layers than num_layers, so that its last ones are not built."""
+    pattern = vars(cfg).get("window_pattern", "")
+    n = cfg.num_layers
+    if n >= len(pattern):
+        return []
+    return [f"warning: num_layers={n} leaves out the last layers of window_pattern={pattern}, {pattern[n:]}, and "
+            f"what value_embed_layers says of them: set WINDOW_PATTERN, {n} letters, as well"]
+
+
 def warmdown_text(cfg: Config) -> str:
     """When and how far the learning rate falls."""
     constants = vars(cfg)
