@@ -290,8 +290,8 @@ def left_out(cfg: Any) -> list[str]:
     n = cfg.num_layers
     if n >= len(pattern):
         return []
-    return [f"warning: num_layers={n} leaves out the last layers of window_pattern={pattern}, {pattern[n:]}, and "
-            f"what value_embed_layers says of them: set WINDOW_PATTERN, {n} letters, as well"]
+    return [f"warning: num_layers={n} leaves out the last layers of window_pattern={pattern}, {pattern[n:]}, "
+            f"and what value_embed_layers says of them: set WINDOW_PATTERN, {n} letters, as well"]
 
 
 def warmdown_text(cfg: Config) -> str:
