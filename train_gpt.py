@@ -180,7 +180,7 @@ class Config:
         data, team, log) that returns its part of the result."""
         return []
 
-    def kernels(self, on_gpu: bool, log: Logger) -> "Kernels":
+    def choose_kernels(self, on_gpu: bool, log: Logger) -> "Kernels":
         """The fastest kernels on this device. Raises Refused if fp8 was asked for and is not possible."""
         return Kernels()
 
@@ -1476,7 +1476,7 @@ def to_payload(model: Model, tensors: dict[str, Tensor]) -> dict:
 
 def read_file(path: Path) -> dict:
     """What torch.save wrote, with its checksums checked, which torch does not do. Raises Refused."""
-    require(path.exists(), f"there is no {show(str(path))}")
+    require(os.path.exists(path), f"there is no {show(str(path))}")
     file: Any = path
     try:
         if not zipfile.is_zipfile(path):
@@ -1558,6 +1558,7 @@ def read_checkpoint(preset: str, given: dict[str, Any]) -> tuple[Any, dict]:
     may only repeat what the run began with, but for RESUME_FREE. Raises Refused."""
     run_id = given["resume"]
     path = Path("logs", run_id, "checkpoint.pt")
+    require(os.path.exists(path), f"resume={run_id!r}: there is no {path}")
     checkpoint = read_file(path)
     require(checkpoint["code_sha256"] == script_sha256(),
             f"train_gpt.py is not what {run_id} began with: put {path.parent}/train_gpt.py here")
@@ -1586,7 +1587,7 @@ def restore_run(run: "Run", checkpoint: dict[str, Any]) -> None:
 
 # ---------- 11 fast kernels
 # Each has the signature of what it replaces and is compared with it by a test. docs/first_gpu.md says which
-# have run on a GPU; gains on a CPU are in docs/log.md. A recipe's kernels() decides, before compiling.
+# have run on a GPU; gains on a CPU are in docs/log.md. A recipe's choose_kernels() decides, before compiling.
 FLEX_BLOCK = 128  # tokens that flex attention computes or skips together
 FLEX_OPTIONS: dict = {}  # its kernel_options, such as USE_TMA=True: ./run.sh gpu-report times them
 E4M3_MAX = 448  # the largest number of float8_e4m3fn
@@ -2449,7 +2450,7 @@ def train_model(run: Run, checkpoint: dict | None, began: float) -> Score:
     team = run.team
     # 1. model and optimizer
     with team.device:
-        run.model = cfg.make_model(cfg.kernels(team.on_gpu, run.log))
+        run.model = cfg.make_model(cfg.choose_kernels(team.on_gpu, run.log))
     run.model.trained_on = run.data.about
     make_optimizer = cfg.optimizer()
     run.optimizer = make_optimizer(run.model, cfg, team.rank, team.world_size,
@@ -2538,7 +2539,7 @@ def model_to_score(cfg: Any, given: dict[str, Any], team: Team, log: Log) -> tup
     for name, value in given.items():
         require(name not in of_model or value == getattr(cfg, name),
                 f"the model has {name}={show(getattr(cfg, name, ''))}: set the same")
-    model.use(replace(cfg.kernels(team.on_gpu, log), linear=linear, head_linear=linear))
+    model.use(replace(cfg.choose_kernels(team.on_gpu, log), linear=linear, head_linear=linear))
     return model, cfg
 
 def scoring_settings(cfg: Any) -> dict:
@@ -2894,7 +2895,7 @@ class Tiny(Staged):
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
-    def kernels(self, on_gpu: bool, log: Logger) -> "TinyKernels":
+    def choose_kernels(self, on_gpu: bool, log: Logger) -> "TinyKernels":
         chosen = window_attention(on_gpu, log) | fast_loss(self, on_gpu, fused_loss, kernel_losses)
         return TinyKernels(losses=fused_token_losses, **chosen)
 
@@ -4241,7 +4242,7 @@ class GolfPlus(Staged):
     def evaluations(self, step: int | None = None) -> list[Callable]:
         return [sliding_score] if self.eval_sliding and step is None else []
 
-    def kernels(self, on_gpu: bool, log: Logger) -> Kernels:
+    def choose_kernels(self, on_gpu: bool, log: Logger) -> Kernels:
         return Kernels(**fast_loss(self, on_gpu, fused_loss, kernel_losses))
 
     def make_model(self, *kernels: Kernels) -> Model:
@@ -4812,7 +4813,7 @@ class Speedrun(SpeedrunRecipe):
     def fp8_part(self, on_gpu: bool) -> str:
         return fp8_part(self, on_gpu)
 
-    def kernels(self, on_gpu: bool, log: Logger) -> WindowKernels:
+    def choose_kernels(self, on_gpu: bool, log: Logger) -> WindowKernels:
         chosen = window_attention(on_gpu, log)
         loss: Callable = fused_loss
         if fp8_part(self, on_gpu, log) != "off":
@@ -5354,7 +5355,7 @@ class SpeedrunPlus(SpeedrunRecipe):
         """Further matrix dimensions for fp8_part() to check."""
         return [2 * self.num_heads * self.qk_dim, self.mlp_mult * self.model_dim]
 
-    def kernels(self, on_gpu: bool, log: Logger) -> "SpeedrunPlusKernels":
+    def choose_kernels(self, on_gpu: bool, log: Logger) -> "SpeedrunPlusKernels":
         """fp8 for lm_head, QKV and MLPs, each with its own switch."""
         fp8 = fp8_part(self, on_gpu, log, further=self.fp8_sides()) != "off"
         chosen = window_attention(on_gpu, log)
@@ -6376,7 +6377,7 @@ class GPT2Recipe(Staged):
     def fp8_part(self: Any, on_gpu: bool) -> str:
         return fp8_part(self, on_gpu)
 
-    def kernels(self: Any, on_gpu: bool, log: Logger) -> WindowKernels:
+    def choose_kernels(self: Any, on_gpu: bool, log: Logger) -> WindowKernels:
         chosen = window_attention(on_gpu, log)
         loss: Callable = fused_loss
         if fp8_part(self, on_gpu, log) != "off":

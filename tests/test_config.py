@@ -19,7 +19,8 @@ from train_gpt import Refused, fields, load_config, overrides, show
 # change here is a decision.
 RUN = dict(
     run_id="", seed=1337, device="auto", dtype="auto", compile=True, eval_from="", resume="",
-    other_data=False, save_every=0, save_every_seconds=0.0, bos_id=0, device_batch_size=0, val_tokens=0,
+    other_data=False, dry_run=False,
+    save_every=0, save_every_seconds=0.0, bos_id=0, device_batch_size=0, val_tokens=0,
     eval_context=0, eval_stride=0, grad_clip_norm=0.0, score_artifact=True, artifact_keep=65_536)
 STAGED = RUN | dict(
     stage_starts=(), batch_schedule=(), seq_schedule=(), shuffle=False, max_epochs=0, triton_kernels=True)

@@ -479,8 +479,10 @@ def test_what_begins_a_document(gpt2_like, tmp_path):
     assert Loader(cfg, data, fake_team()).packer.index.lengths.tolist() == [30] * 20
     (tmp_path / "manifest.json").write_text(json.dumps({"files": files, "tokenizer": about}))
     data = open_data(cfg, print)
-    first = {bos: int(Loader(replace(cfg, bos_id=bos), data, fake_team()).next(16)[0][0, 0])
-             for bos in (0, 50_256)}
+    first = {}
+    for bos in (0, 50_256):
+        given = replace(cfg, bos_id=bos)
+        first[bos] = int(Loader(given, open_data(given, print), fake_team()).next(16)[0][0, 0])
     assert data.bos == 7 and first == {0: 7, 50_256: 50_256}
 
 

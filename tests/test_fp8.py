@@ -208,7 +208,7 @@ def choose(part, on_gpu=False, **settings):
     """(products of the blocks and of the head, what each line in the log says that fp8 is)"""
     lines = []
     cfg = replace(preset_config(PRESETS[part]), **settings)
-    kernels = cfg.kernels(on_gpu, lines.append)
+    kernels = cfg.choose_kernels(on_gpu, lines.append)
     products = tuple(getattr(product, "func", product) for product in (kernels.linear, kernels.head_linear))
     return products, [re.search(r" is (\w+)", line)[1] for line in lines if line.startswith("fp8")]
 
@@ -218,7 +218,7 @@ def test_the_scales_of_speedrun_plus():
     cfg = replace(preset_config("speedrun_plus"), fp8="all")
     most = cfg.fp8_head_most
     assert train_gpt.head_scales(768, 10, most) == (100 / 448, 1.6 / 448, 0.75 / 448 / 10)
-    head = cfg.kernels(False, print).head_linear
+    head = cfg.choose_kernels(False, print).head_linear
     x = torch.ones(16, 16, requires_grad=True)
     weight = torch.full((16, 16), 1.5)
     assert head(x, weight).mean().item() == pytest.approx(24, rel=0.1)

@@ -271,7 +271,7 @@ def test_the_log_tells_which_attention_a_gpu_has(preset, monkeypatch):
     """Recipes without windows, such as golf, have torch's, which needs no line."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     lines = []
-    chosen = preset_config(preset).kernels(True, lines.append)
+    chosen = preset_config(preset).choose_kernels(True, lines.append)
     told = [line for line in lines if line.startswith("attention")]
     if "window_schedule" not in vars(preset_config(preset)):
         assert told == [] and chosen.attention is train_gpt.causal_attention
@@ -416,7 +416,7 @@ def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, i
     if fp8:
         cfg = replace(cfg, fp8=fp8)
     own = {"kernel", "width"}   # of readable functions, which no recipe gives through its kernels
-    fast = cfg.kernels(on_gpu, lambda line: None)
+    fast = cfg.choose_kernels(on_gpu, lambda line: None)
     for name, readable in vars(type(fast)()).items():
         mine = getattr(fast, name)
         arguments = [argument for argument in inspect.signature(readable).parameters if argument not in own]
@@ -435,7 +435,7 @@ def test_without_triton_or_by_a_constant_the_loss_is_the_reference(triton, const
     monkeypatch.setattr(train_gpt, "triton", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     cfg = replace(preset_config("golf_plus"), triton_kernels=constant)
-    assert cfg.kernels(True, lambda line: None).loss is lm_loss
+    assert cfg.choose_kernels(True, lambda line: None).loss is lm_loss
 
 
 @pytest.mark.parametrize("preset, by_kernel", [("tiny", False), ("golf_plus", True), ("speedrun", True)])
@@ -444,13 +444,13 @@ def test_a_small_vocabulary_takes_the_loss_of_inductor(preset, by_kernel, monkey
     which Inductor compiles."""
     monkeypatch.setattr(train_gpt, "triton", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert preset_config("golf").kernels(True, lambda line: None).loss is lm_loss
+    assert preset_config("golf").choose_kernels(True, lambda line: None).loss is lm_loss
     cfg = preset_config(preset)
     if preset == "speedrun":
         cfg = replace(cfg, fp8="off")
     for least, kernel in ((train_gpt.LEAST_KERNEL_VOCABULARY, by_kernel), (0, True)):
         monkeypatch.setattr(train_gpt, "LEAST_KERNEL_VOCABULARY", least)
-        loss = cfg.kernels(True, lambda line: None).loss
+        loss = cfg.choose_kernels(True, lambda line: None).loss
         assert getattr(loss, "func", loss) is train_gpt.fused_loss
         assert getattr(loss, "keywords", {}) == (dict(row_losses=train_gpt.kernel_losses) if kernel else {})
 
@@ -498,7 +498,7 @@ def test_a_model_with_the_gpus_kernels_compiles_in_one_piece(preset, settings, m
     monkeypatch.setattr(train_gpt, "triton", None)      # no kernel runs on a CPU
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     cfg = RECIPES[preset](**SMALL | dict(train_seq_len=256, bos_id=1) | settings)
-    fast = cfg.kernels(True, lambda line: None)
+    fast = cfg.choose_kernels(True, lambda line: None)
     fast = replace(fast, linear=linear, head_linear=linear)
     models = [cfg.make_model(), cfg.make_model(fast)]
     for model in models:

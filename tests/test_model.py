@@ -532,8 +532,9 @@ def test_a_parameter_without_a_row_raises():
     cfg = small("tiny")
     model = make_model(cfg)
     model.blocks[1].other = nn.Parameter(torch.zeros(3))
-    for use in (lambda: init_parameters(model, 0), lambda: train_gpt.Optimizer(model, cfg),
-                lambda: train_gpt.pack_artifact(model)):
+    with pytest.raises(train_gpt.Refused, match=r"blocks.1.other has no row in parameter_table\(\)"):
+        train_gpt.Optimizer(model, cfg)
+    for use in (lambda: init_parameters(model, 0), lambda: train_gpt.pack_artifact(model)):
         with pytest.raises(KeyError, match="other"):
             use()
 

@@ -130,7 +130,7 @@ def test_a_compiled_step_equals_the_eager_one(fp8, backend, one_thread):
     """Heads in pairs, dynamic attention, several targets whose weights change, fp8: losses and gradients; no
     new graph while only weights and scales change."""
     cfg = small(fp8=fp8)
-    kernels = cfg.kernels(False, lambda line: None)
+    kernels = cfg.choose_kernels(False, lambda line: None)
     model = randomised(cfg, kernels)
     tokens, targets = some_tokens()
     context = model.context(64, torch.device("cpu"), torch.float32, cfg.stages()[0])
@@ -168,7 +168,7 @@ def test_a_compiled_step_of_golf_plus_equals_the_eager_one(one_thread):
     cfg = train_gpt.replace(
         train_gpt.preset_config("golf_plus"), vocab_size=64, model_dim=32, num_heads=2, num_kv_heads=1,
         num_layers=4, loop_layers=(1, 2), train_seq_len=64, train_batch_tokens=128)
-    model = train_gpt.GolfPlusModel(cfg, cfg.kernels(False, print))
+    model = train_gpt.GolfPlusModel(cfg, cfg.choose_kernels(False, print))
     init_parameters(model, 0)
     for p in model.parameters():
         p.data += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))

@@ -356,7 +356,7 @@ def test_fp8_qkv_equals_its_definition():
 def test_scores_are_exact_and_gradients_near(monkeypatch):
     """Without gradients fp8 is not used; with them losses and gradients are near those of fp32."""
     cfg = small(fp8="all")
-    kernels = cfg.kernels(False, lambda line: None)
+    kernels = cfg.choose_kernels(False, lambda line: None)
     assert (kernels.qkv, kernels.mlp) == (train_gpt.fp8_qkv, train_gpt.fp8_mlp)
     models = randomised(cfg, kernels), randomised(cfg)
     tokens, targets = some_tokens()
@@ -380,32 +380,32 @@ def test_scores_are_exact_and_gradients_near(monkeypatch):
 @pytest.mark.parametrize("part", ["fp8_head", "fp8_qkv", "fp8_mlp"])
 def test_each_part_of_fp8_is_a_constant(part, monkeypatch):
     off = {name: False for name in ("fp8_head", "fp8_qkv", "fp8_mlp")}
-    kernels = [small(fp8="all", **off | {part: on}).kernels(False, lambda line: None)
+    kernels = [small(fp8="all", **off | {part: on}).choose_kernels(False, lambda line: None)
                for on in (False, True)]
     fields = dict(fp8_head=["head_linear", "loss"], fp8_qkv=["qkv"], fp8_mlp=["mlp", "mlp_scales"])
     without, having = map(vars, kernels)
     changed = [name for name in having if having[name] != without[name]]
     assert changed == fields[part]
-    assert kernels[0] == small(fp8="auto-all").kernels(False, lambda line: None)
+    assert kernels[0] == small(fp8="auto-all").choose_kernels(False, lambda line: None)
 
 
 def test_fp8_is_off_where_the_gpu_cannot(monkeypatch):
     """By itself; a given one is refused. So are sides that are no multiples of 16."""
     for capability, able in (((8, 0), False), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        scales = small().kernels(True, print).mlp_scales
+        scales = small().choose_kernels(True, print).mlp_scales
         assert scales is (train_gpt.DelayedScales if able else train_gpt.no_scales)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(Refused, match="8.9"):
-        small(fp8="all").kernels(True, print)
+        small(fp8="all").choose_kernels(True, print)
     with pytest.raises(Refused, match="multiples of 16"):
-        small(fp8="all", qk_dim=4, num_heads=2, model_dim=40).kernels(False, print)
+        small(fp8="all", qk_dim=4, num_heads=2, model_dim=40).choose_kernels(False, print)
 
 
 def test_scales_follow_the_last_micro_step():
     """1.25 times its largest magnitudes, but not below the floors; the step itself used those before."""
     cfg = small(fp8="all")
-    model = randomised(cfg, cfg.kernels(False, lambda line: None))
+    model = randomised(cfg, cfg.choose_kernels(False, lambda line: None))
     optimizer = cfg.optimizer()(model, cfg)
     context = model.context(64, CPU, torch.float32, cfg.stages()[2])
     first = model.scales.values.detach().clone()

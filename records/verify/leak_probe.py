@@ -131,7 +131,7 @@ def shortened(cfg: Any, row: int, step: int) -> Any:
 class RecipeScript(Script):
     """A script with RECIPES: its Config makes the model and knows the windows of stages and of scoring."""
     def new_model(self) -> Any:
-        if hasattr(self.cfg, "kernels"):
+        if hasattr(self.cfg, "choose_kernels"):
             return self.cfg.make_model()
         return self.cfg.make_model(self.module.Kernels())  # scripts until 5c77bc0
 

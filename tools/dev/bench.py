@@ -105,7 +105,7 @@ def assemble(cfg: Any, trainer: ModuleType = train_gpt, team: Team | None = None
         return older_trainers.assemble(cfg, trainer, team, data, loader, log)
     run = trainer.Run(cfg, cfg, team, log, data, loader, "", Path(), micro_batch(cfg, team))
     with team.device:
-        run.model = cfg.make_model(cfg.kernels(team.on_gpu, log))
+        run.model = cfg.make_model(cfg.choose_kernels(team.on_gpu, log))
     make_optimizer = cfg.optimizer()
     run.optimizer = make_optimizer(run.model, cfg, team.rank, team.world_size,
                                    dtype=team.dtype if team.on_gpu else torch.float32, muon_dtype=team.dtype)

@@ -152,7 +152,7 @@ class Machine:
         self.cfg = cfg = trainer.replace(cfg, vocab_size=cfg.vocab_size or 512, bos_id=1)
         self.team = trainer.Team(cfg, {})
         on_gpu = self.team.on_gpu
-        kernels = [cfg.kernels(True, lambda *_: None)] if compiled else []
+        kernels = [cfg.choose_kernels(True, lambda *_: None)] if compiled else []
         with self.team.device:
             self.model = cfg.make_model(*kernels)
         dtype = self.team.dtype if on_gpu else torch.float32

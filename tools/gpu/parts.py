@@ -504,7 +504,7 @@ def loss_options(subject: Subject, run: Run, loss_args: tuple[Any, ...]) -> list
             "Inductor's", change, partial(loss, function=partial(in_use, row_losses=trainer.row_losses))
         )
     else:
-        change = "a smaller LEAST_KERNEL_VOCABULARY, and kernel_losses in the recipe's kernels()"
+        change = "a smaller LEAST_KERNEL_VOCABULARY, and kernel_losses in the recipe's choose_kernels()"
         ours = partial(in_use, row_losses=trainer.kernel_losses)
         other = Option("by our kernel", change, partial(loss, function=ours))
     return [*found, other]

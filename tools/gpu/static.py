@@ -411,8 +411,8 @@ class Subject:
         self.run = run = SimpleNamespace(cfg=cfg, team=team, log=self.add_to_log, micro=micro)
         if older(trainer):
             self.run = run = trainer.Run(cfg, cfg, team, self.add_to_log, None, "", micro=micro)
-        if hasattr(cfg, "kernels"):
-            run.kernels = cfg.kernels(True, self.add_to_log)
+        if hasattr(cfg, "choose_kernels"):
+            run.kernels = cfg.choose_kernels(True, self.add_to_log)
         else:  # until 5c77bc0
             run.kernels = trainer.choose_kernels(cfg, True, self.add_to_log)
         for name in ("init_parameters", "first_values"):

@@ -417,7 +417,7 @@ def proxy_seconds(cfg: Any, env: Mapping[str, str]) -> float:
     team = Team(cfg, env)
     if team.world_size > 1:
         raise Refused("--proxy without a width is for one process: give a width")
-    kernels = cfg.kernels(team.on_gpu, lambda *lines: None)
+    kernels = cfg.choose_kernels(team.on_gpu, lambda *lines: None)
     with team.device:
         model = cfg.make_model(kernels)
     optimizer = cfg.optimizer()(model, cfg, dtype=team.dtype if team.on_gpu else torch.float32,
