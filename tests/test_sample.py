@@ -477,7 +477,8 @@ def test_the_screen_fits_a_terminal(run, tmp_path):
 
 RESULT = dict(
     preset="tiny", val_loss=2.0077, val_bpb=1.21635559, core=None, steps=1033, tokens=4231168,
-    train_time_ms=119969, tok_per_s=35269, overrides={"matrix_lr": ["0.03", "0.02"]})
+    train_time_ms=119969, tok_per_s=35269, hardware="2 ranks x 1 threads of EPYC",
+    overrides={"matrix_lr": ["0.03", "0.02"]})
 
 
 def test_the_distance_to_the_record_and_to_a_plain_gpt():
