@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -428,3 +429,14 @@ def test_a_ranking_that_is_killed_goes_on(place, tool, tmp_path):
     assert sorted({*Path("trained.txt").read_text().split()}) == whole["runs"]
     # at most the runs that were on when they were killed are trained again
     assert len(Path("trained.txt").read_text().split()) <= len(whole["runs"]) + 4
+
+
+def test_proxies_take_the_cpus_that_may_be_used(monkeypatch):
+    """Not those of the machine: a container may have fewer."""
+    monkeypatch.setattr(tries.inputs, "usable_cpus", lambda: 3)
+    monkeypatch.setattr(tries.shutil, "which", lambda _: None)
+    assert tries.workers_of(SimpleNamespace(workers=0)) == 3
+    given = []
+    monkeypatch.setattr(tries, "run_or_read", lambda change, proxy, seed, threads: given.append(threads))
+    tries.side_by_side([(None, None, 1)], workers=1)
+    assert given == [3]

@@ -115,7 +115,7 @@ def loss_of(run: Run) -> float:
 
 def side_by_side(jobs: list, workers: int) -> list:
     """The runs of [(change, proxy, seed)], some at a time; for one that fails the Refused that says why."""
-    threads = max(1, (os.cpu_count() or 1) // workers)
+    threads = max(1, inputs.usable_cpus() // workers)
 
     def work(job: tuple) -> Any:
         try:
@@ -132,7 +132,7 @@ def workers_of(args: Any) -> int:
     """How many runs at a time: one on a GPU, else one a core, since a proxy is too small for two threads."""
     if args.workers:
         return int(args.workers)
-    return 1 if shutil.which("nvidia-smi") else os.cpu_count() or 1
+    return 1 if shutil.which("nvidia-smi") else inputs.usable_cpus()
 
 
 def planned(change: Change, proxy: Proxy) -> tuple[int, int]:
