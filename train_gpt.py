@@ -2113,6 +2113,8 @@ EXPLAINED = {
     "out ?of ?memory|can't allocate memory":
         "out of memory: set DEVICE_BATCH_SIZE below micro_batch, or lower VAL_BATCH_SIZE",
     "No space left": "the disk is full: free some GB",
+    "CppCompileError|InvalidCxxCompiler":
+        "no C++ compiler, or a space in TMPDIR or TORCHINDUCTOR_CACHE_DIR: COMPILE=0 trains without",
     "gloo|nccl|closed by|closure|timed out": "another rank is gone or hangs"}
 
 def explain(error: BaseException) -> str:
