@@ -1114,7 +1114,9 @@ def open_data(cfg: Any, log: Logger = print) -> Data:
             import sentencepiece
             tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
             sha256[Path(path).name] = file_sha256(path)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+    except ImportError as error:
+        raise Refused(f"{brief(error)}: ./run.sh setup") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise Refused(f"manifest.json, a shard or the tokenizer of {folder.name} is damaged or missing "
                       f"({brief(error)}): ./run.sh data") from None
     known = tokenizer.vocab_size() if tokenizer else made_by.get("vocab_size", 0)
@@ -1125,7 +1127,7 @@ def open_data(cfg: Any, log: Logger = print) -> Data:
             "set TOKENIZER_PATH")
     require(vocab_size, f"{folder.name} does not say how many tokens there are: set VOCAB_SIZE")
     require(known <= vocab_size < (known or vocab_size) + 64,
-            f"vocab_size={vocab_size} does not fit {folder.name} with {known} tokens: at most 63 above")
+            f"vocab_size={vocab_size} does not fit {folder.name} with {known} tokens: set at most 63 more")
     require(cfg.val_tokens <= len(val) > 1,
             f"val_tokens={cfg.val_tokens}, but {folder.name} has {len(val)} val tokens")
     require(val.max() < vocab_size, f"val holds token {val.max()}, but vocab_size is {vocab_size}")
@@ -2052,8 +2054,9 @@ class Team:
         for rank, there in enumerate(of_ranks):
             for name, value in of_ranks[0].items():
                 if there.get(name) != value:
-                    sentence = f"{name} is {there.get(name)} on rank {rank}, {value} on rank 0"
-                    raise Refused(sentence) if self.rank == 0 else SystemExit(2)  # one rank says it
+                    if self.rank:
+                        sys.exit(2)  # rank 0 says why
+                    raise Refused(f"{name} is {there.get(name)} on rank {rank}, {value} on rank 0")
 
 class Log:
     """Lines to rank 0's terminal and, once a run folder is open, to its train.log; events, which are for

@@ -162,7 +162,7 @@ LIST = [
     Known("Muon on pairs of heads", "optimizer",
           Public(1490, 10, source="2026-04-08_PairedHeadMuon"),
           dict(muon_pairs=0)),
-    Known("init of V and O", "init",     # a name that the draw of the third depends on
+    Known("first values of V and O", "init",     # a name that the draw of the third depends on
           Public(1575, 20, source="2026-01-30_MimeticValueOutput"),
           {}, (ZERO_PROJ, FULL_VALUES)),
     # ----- losers

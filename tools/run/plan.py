@@ -70,7 +70,7 @@ def mfu(result: Mapping[str, Any]) -> str:
     recipe = train_gpt.recipe_of(result["preset"])
     own = {f.name: f for f in fields(recipe)}
     cfg = recipe(**{name: parse_value(own[name], text) for name, text in result["config"].items()})
-    # 1. steps and tokens of each stage, which the clock may have brought forward: as if it had not
+    # 1. the tokens of each stage by its planned first step, though a clock may have begun it earlier
     table = cfg.stages()
     ends = [stage.first_step for stage in table[1:]] + [result["steps"]]
     flops = 0.0
