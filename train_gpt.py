@@ -2117,7 +2117,7 @@ EXPLAINED = {
         "out of memory: set DEVICE_BATCH_SIZE below micro_batch, or lower VAL_BATCH_SIZE",
     "No space left": "the disk is full: free some GB",
     "CppCompileError|InvalidCxxCompiler":
-        "no C++ compiler, or a space in TMPDIR or TORCHINDUCTOR_CACHE_DIR: COMPILE=0 trains without",
+        "no C++ compiler, or a space in the folder of its cache or in TMPDIR: COMPILE=0 trains without",
     "gloo|nccl|closed by|closure|timed out": "another rank is gone or hangs"}
 
 def explain(error: BaseException) -> str:
