@@ -146,12 +146,14 @@ class Config:
     aliases: ClassVar[dict[str, str]] = {}  # {constant: a second name that the game's public script gives it}
 
     @classmethod
-    def of(cls: Any, preset: str, given: dict[str, Any]) -> Any:
+    def of(cls: Any, given: dict[str, Any]) -> Any:
         """The recipe with given {constant: value} in place of its own."""
         return cls(**given)
 
     def check(self: Any) -> None:
-        """Raises Refused for constants that contradict each other."""
+        """Raises Refused for constants that are out of range or contradict each other."""
+        check_ranges(self)
+        require(re.fullmatch(r"(\w[\w.,=+-]*)?", self.run_id), f"run_id={self.run_id!r} names a folder")
         T = self.train_seq_len
         for stage in self.stages():
             require(stage.batch_tokens % T == 0 and stage.batch_tokens % stage.row_tokens == 0,
@@ -159,6 +161,9 @@ class Config:
                     f"{stage.row_tokens}: change train_batch_tokens")
         require(self.model_dim % (2 * self.num_heads) == 0,
                 f"model_dim={self.model_dim} must be a multiple of twice num_heads={self.num_heads}")
+        kv_heads = vars(self).get("num_kv_heads") or self.num_heads
+        require(self.num_heads % kv_heads == 0,
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={kv_heads}")
         require(self.eval_stride <= (self.eval_context or T), "eval_stride exceeds a row")
 
     def optimizer(self) -> "type[Optimizer]":
@@ -198,11 +203,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Refused(message)
 
-def check_grouped_queries(cfg: Any) -> None:
-    """Raises Refused if num_kv_heads does not divide num_heads."""
-    require(cfg.num_heads % (cfg.num_kv_heads or cfg.num_heads) == 0,
-            f"num_heads={cfg.num_heads} must be a multiple of num_kv_heads={cfg.num_kv_heads}")
-
 BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 
 def load_config(env: Mapping[str, str], argv: Sequence[str] = ()) -> Config:
@@ -217,16 +217,14 @@ def typed(env: Mapping[str, str], argv: Sequence[str] = ()) -> tuple[str, dict[s
     recipe = recipe_of(preset)
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                     argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    constants = {f.name: f for f in fields(recipe)}
+    constants |= {alias: constants[name] for name, alias in recipe.aliases.items()}
     given = {}
-    for f in fields(recipe):
-        names = [f.name]
-        if f.name in recipe.aliases:
-            names.append(recipe.aliases[f.name])
-        for name in names:
-            if name.upper() in env:
-                given[f.name] = parse_value(f, env[name.upper()])
+    for name, f in constants.items():
+        if name.upper() in env:
+            given[f.name] = parse_value(f, env[name.upper()])
         switch: dict = dict(nargs="?", const="1") if isinstance(f.default, bool) else {}
-        parser.add_argument(*[f"--{name.replace('_', '-')}" for name in names], dest=f.name, metavar="",
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=f.name, metavar="",
                             type=partial(parse_value, f), help=described(f), **switch)
     return preset, given | vars(parser.parse_args(argv))
 
@@ -247,8 +245,8 @@ def recipe_of(preset: str) -> Any:
 
 def preset_config(preset: str, given: Mapping[str, object] | None = None) -> Config:
     """Config of a preset. given {name: value} replaces its values. Raises Refused."""
-    cfg = recipe_of(preset).of(preset, dict(given or {}))
-    check_config(cfg)
+    cfg = recipe_of(preset).of(dict(given or {}))
+    cfg.check()
     return cfg
 
 def parse_value(f: Field, text: str) -> object:
@@ -270,11 +268,8 @@ def show(value: object) -> str:
     """A constant as one types it, in one line; only the last part of an absolute path."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    if isinstance(value, bool):
-        return str(int(value))
-    if isinstance(value, str) and os.path.isabs(value):
-        value = Path(value).name
-    return str(value)
+    text = str(int(value)) if isinstance(value, bool) else str(value)
+    return Path(text).name if os.path.isabs(text) else text
 
 def overrides(cfg: Any) -> dict[str, list[str]]:
     """{name: [text of the preset's value, text of the value in force]} where the two differ."""
@@ -293,12 +288,6 @@ def check_ranges(cfg: Config) -> None:
         for number in value if isinstance(value, tuple) else [value]:
             require(isinstance(number, str) or limits["least"] <= number <= limits["most"],
                     f"{f.name}={show(value)} must be from {limits['least']:g} to {limits['most']:g}")
-
-def check_config(cfg: Config) -> None:
-    """Raises Refused for numbers out of range, then for constants that contradict each other."""
-    check_ranges(cfg)
-    require(re.fullmatch(r"(\w[\w.,=+-]*)?", cfg.run_id), f"run_id={cfg.run_id!r} names a folder")
-    cfg.check()
 
 # ---------- 4 techniques
 def rms_norm(x: Tensor) -> Tensor:
@@ -414,21 +403,14 @@ def kernel_windows(cfg: Any, kinds: Sequence[str], stage: "Stage | None", T: int
                    window: Callable[..., int | Tensor], by_document: bool = False) -> dict:
     """{L or S: its window in rows of T tokens} for the kinds that layers have. window: from WindowKernels."""
     sizes = cfg.windows(stage, T)
-    windows = {}
-    if "L" in kinds:
-        windows["L"] = window(sizes["long_window"], T, device, by_document)
-    if "S" in kinds:
-        windows["S"] = window(sizes["short_window"], T, device, by_document)
-    return windows
+    return {kind: window(sizes[kind], T, device, by_document) for kind in sizes if kind in kinds}
 
 def layer_masks(windows: dict[str, int | Tensor], tokens: Tensor, documents: Tensor | None,
                 kernel: Kernel) -> dict[str, Mask]:
     """{L or S: mask for tokens (B, T)}, one for each window from kernel_windows(). documents (B, T): the
     number of each token's document, or None. kernel: WindowKernels.window_mask."""
-    masks = {}
-    for kind, window in windows.items():
-        masks[kind] = kernel(window, tokens.size(1), documents, tokens.device)
-    return masks
+    return {kind: kernel(window, tokens.size(1), documents, tokens.device)
+            for kind, window in windows.items()}
 
 def rope_spectrum(head_dim: int, base: float, fraction: float = 1.0) -> Tensor:
     """-> (head_dim / 2,): radians per token of each pair of channels, from 1 down to almost 1 / base
@@ -492,10 +474,6 @@ def gpt2_texts(path: str) -> list[bytes]:
         raise Refused(f"{why} ({brief(error)})") from None
     return texts
 
-def scoring_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of activations in scoring: fp32 on a CPU, bf16 on a GPU."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """(B, T, H * head_dim) -> (B, T, H, head_dim)"""
     return x.unflatten(-1, (-1, head_dim))
@@ -548,10 +526,10 @@ class Model(nn.Module):
         for module in (self, *self.blocks):
             module.kernels = kernels
 
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+    def context(self, T: int, device: torch.device, dtype: torch.dtype = torch.float32,
                 stage: Any = None) -> Any:
         """What the forward pass needs besides tokens (B, T) and weights, in training or in scoring as in this
-        stage; None: in final scores. dtype: of activations; None: scoring_dtype()."""
+        stage; None: in final scores. dtype: of activations."""
         raise NotImplementedError
 
     def compiled_hidden(self) -> Callable:
@@ -617,7 +595,7 @@ class Row(NamedTuple):
     # uniform: +-scale / sqrt(columns); positive: 0 to scale; normal: std scale; orthogonal; constant: scale
     init: str = "constant"
     scale: float = 0.0
-    change: float = 0.0  # init constant: the last layer's value minus the first's; linear in between
+    change: float = 0.0  # the last layer's scale minus the first's; linear in between
     precision: str = "int8"  # in the artifact: int8 rows (small tensors fp16), fp16 or fp32
     levels: float = 127.0  # int8: the largest rounded number
     step: float = 0.0  # int8: rounding step / rms of a row; 0: the step is the row's maximum / levels
@@ -651,23 +629,19 @@ def init_parameters(model: Model, seed: int) -> dict[str, Tensor]:
     values = {}
     for name, p in model.named_parameters():
         row = table[kind_of(name)]
-        value = torch.zeros(p.shape)
-        if row.init == "uniform":
-            bound = row.scale * p.size(-1) ** -0.5
-            value.uniform_(-bound, bound, generator=generator)
-        elif row.init == "positive":
-            value.uniform_(0, row.scale, generator=generator)
-        elif row.init == "orthogonal":
-            nn.init.orthogonal_(value, row.scale, generator)
-        elif row.init == "normal":
-            value.normal_(0, row.scale, generator=generator)
-        else:
-            require(row.init == "constant", f"init={row.init} of {name} is unknown")
-            numbers = [int(part) for part in name.split(".") if part.isdigit()]
-            layer = numbers[0] if numbers else 0
-            value += row.scale + row.change * layer / max(1, model.cfg.num_layers - 1)
-        values[name] = value
+        layer = int(next(filter(str.isdigit, name.split(".")), 0))
+        scale = row.scale + row.change * layer / max(1, model.cfg.num_layers - 1)
+        values[name] = INITS[row.init](torch.zeros(p.shape), scale, generator)
     return values
+
+# {Row.init: a function that fills a parameter, given its scale and a generator}
+INITS: dict[str, Callable[[Tensor, float, torch.Generator], Tensor]] = dict(
+    constant=lambda w, scale, _: w.fill_(scale),
+    normal=lambda w, scale, generator: w.normal_(0, scale, generator=generator),
+    uniform=lambda w, scale, generator: w.uniform_(
+        -scale * w.size(-1) ** -0.5, scale * w.size(-1) ** -0.5, generator=generator),
+    positive=lambda w, scale, generator: w.uniform_(0, scale, generator=generator),
+    orthogonal=lambda w, scale, generator: nn.init.orthogonal_(w, scale, generator))
 
 # ---------- 5 optimizer
 # (a, b, c) of each iteration x <- a x + (b gram + c gram gram) x with gram = x x'; the last row repeats
@@ -1034,12 +1008,6 @@ def stage_at(cfg: Any, progress: float) -> Stage:
     """The stage at this progress, 0 to 1, through the whole run."""
     return [stage for stage in cfg.stages() if stage.begins <= progress + 1e-9][-1]
 
-def planned_tokens(cfg: Any) -> int:
-    """Training tokens of all steps, if no cap on time ends the run."""
-    table = cfg.stages()
-    ends = [stage.first_step for stage in table[1:]] + [total_steps(cfg)]
-    return sum([(end - stage.first_step) * stage.batch_tokens for stage, end in zip(table, ends)])
-
 def scheduled_progress(cfg: Any, progress: float) -> float:
     """Progress through the whole run -> through cfg.iterations; it stays at 1 in the extension."""
     return min(1.0, progress * total_steps(cfg) / cfg.iterations)
@@ -1194,31 +1162,11 @@ class Rows(Packer):
         places = range(position, position + n)
         return [[(int(self.order[place % len(self.order)]) * T, T + 1)] for place in places], position + n
 
-class Spans:
-    """Rows of a step are cut from consecutive spans of the stream, which run on across shards and start over
-    at its end. A span holds one token more than it trains on; its rows overlap by one token."""
-    SPANS = 8  # per step, at most: one for each rank of the public script
-
-    def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
-        """Plans a step of n rows, each of T tokens and a last target, that begins at this token of the stream
-        -> (each row's pieces [(start, length)], the position after the step)."""
-        spans = math.gcd(self.SPANS, n)
-        rows_per_span = n // spans
-        span_tokens = rows_per_span * T + 1  # the last one is only a target
-        rows = []
-        for span in range(spans):
-            begin = position + span * span_tokens
-            rows += [[(begin + row * T, T + 1)] for row in range(rows_per_span)]
-        return rows, position + spans * span_tokens
-
-class StageSpans(Spans, Packer):
-    """Spans for a recipe with stages."""
-    any_length = True
-
 class DocumentIndex:
-    """Start, length and shard of every document, in reading order. longest: tokens at which they are cut."""
-    def __init__(self, cfg: Any, data: Data, loader: "Loader"):
-        self.longest = cfg.document_limit() or loader.total
+    """Start, length and shard of every document, in reading order. longest: tokens at which they are cut; 0:
+    none is."""
+    def __init__(self, data: Data, loader: "Loader", longest: int = 0):
+        self.longest = longest or loader.total
         starts = []
         lengths = []
         for shard, low, end in zip(loader.shards, loader.edges, loader.edges[1:]):
@@ -1313,8 +1261,10 @@ class Loader:
 # ---------- 8 evaluation
 def log_probs(model: Model, tokens: Tensor, context: Any = None) -> Tensor:
     """tokens int64 (B, T), any B and T -> log-probabilities of the next token, fp32 (B, T, V). context: by
-    default that of evaluation. All scores take the same two steps, the second one for the targets only."""
-    context = context or model.context(tokens.size(1), model.embed.device)
+    default that of evaluation, with bf16 activations on a GPU. All scores take the same two steps, the second
+    one for the targets only."""
+    dtype = torch.bfloat16 if tokens.is_cuda else torch.float32
+    context = context or model.context(tokens.size(1), tokens.device, dtype)
     return F.log_softmax(model.logits(model.hidden(tokens, context)), -1)
 
 MAX_SCORES = 1 << 26  # log-probabilities at a time: 256 MiB, uncompiled a few times that
@@ -1359,13 +1309,10 @@ def evaluation_rows(cfg: Any, count: int, stride: int) -> list[tuple]:
     """How `count` tokens are scored: [(low, first, last)], rows that read tokens low to last and score tokens
     first to last. The first row scores all its targets, the others `stride` each (0: eval_context)."""
     context = cfg.eval_context or cfg.train_seq_len
-    rows = []
-    first = 1
-    size = context
-    while first < count:
-        rows.append((max(0, first + size - 1 - context), first, min(count, first + size) - 1))
-        first += size
-        size = min(stride or context, context)
+    stride = min(stride or context, context)
+    rows = [(0, 1, min(context, count - 1))]
+    for end in range(context + stride, count + stride - 1, stride):
+        rows.append((end - context, end - stride + 1, min(end, count - 1)))
     return rows
 
 @torch.no_grad()
@@ -2031,13 +1978,8 @@ class Team:
                 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
         # 4. the ranks meet
         if self.world_size > 1 and not dist.is_initialized():
-            if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:  # not where the host's name leads
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            try:
-                dist.init_process_group("cpu:gloo,cuda:nccl" if self.on_gpu else "gloo",
-                                        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT))
-            except (ValueError, RuntimeError) as error:
-                raise Refused(f"the ranks do not find each other ({brief(error)})") from None
+            dist.init_process_group("cpu:gloo,cuda:nccl" if self.on_gpu else "gloo",
+                                    timeout=timedelta(seconds=COLLECTIVE_TIMEOUT))
 
     def share(self, value: Any) -> Any:
         """Rank 0's object, on every rank."""
@@ -2659,12 +2601,6 @@ def main(argv: Sequence[str], env: Mapping) -> int:
     return code
 
 # ---------- 14 recipes
-class Layer(NamedTuple):
-    """What one layer costs."""
-    window: int  # tokens that a token sees; 0: no attention
-    mlp_mult: float  # MLP width / model_dim; 0: no MLP
-    passes: int = 1  # how often it runs
-
 @dataclass(frozen=True)
 class Staged(Config):
     """The constants and methods of recipes with several stages and several ways to make rows."""
@@ -2684,26 +2620,10 @@ class Staged(Config):
         packer = self.packers[self.packing](self, data, loader)
         if self.max_epochs:
             loader.most_tokens = self.max_epochs * packer.held_tokens
-            needed = planned_tokens(self)
-            require(needed <= loader.most_tokens or self.max_wallclock_seconds or self.eval_from,
-                    f"{needed} train tokens are needed, max_epochs={self.max_epochs} of {packer.held_tokens} "
-                    "allowed")
         return packer
 
     def check_data(self, data: Data) -> None:
         """Raises Refused for a dataset that lacks what the recipe's losses and scores need."""
-
-    def document_limit(self) -> int:
-        """Maximum document length in tokens; 0: no limit."""
-        return 0
-
-    def state_bytes(self) -> int:
-        """Bytes of memory for the state built from training tokens (see Model.build)."""
-        return 0
-
-    def fp8_part(self, on_gpu: bool) -> str:
-        """Which products of training are in fp8: off, head or all. Raises Refused."""
-        return "off"
 
     def check(self: Any) -> None:
         super().check()
@@ -2767,8 +2687,7 @@ class Tiny(Staged):
     train_seq_len: int = option(4096, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = option(4_096, "tokens per step over all ranks in the first stage", 1, 1 << 30)
     shuffle: bool = option(True, "training rows in one random order; 0: in order")
-    packing: str = option("rows", "how training rows are cut from the stream: see Rows and Spans",
-                          choices=("rows", "spans"))
+    packing: str = option("rows", "how training rows are cut from the stream: see Rows", choices=("rows",))
     train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
     # optimizer
     matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
@@ -2806,14 +2725,14 @@ class Tiny(Staged):
     def check(self) -> None:
         """Raises Refused for constants that contradict each other."""
         super().check()
-        if not self.window_pattern or set(self.window_pattern) - set("LS-"):
-            raise Refused(f"window_pattern={self.window_pattern!r}: a layer is L, S or -")
+        require(self.window_pattern and not set(self.window_pattern) - set("LS-"),
+                f"window_pattern={self.window_pattern!r}: a layer is L, S or -")
         for name in ("count_orders", "count_words", "copy_orders"):
             orders = getattr(self, name)
-            if orders != (0,) and len({0, *orders}) <= len(orders):
-                raise Refused(f"{name}={show(orders)}: each one once, or 0 alone")
+            require(orders == (0,) or len({0, *orders}) > len(orders),
+                    f"{name}={show(orders)}: each one once, or 0 alone")
 
-    packers = dict(rows=Rows, spans=StageSpans)
+    packers = dict(rows=Rows)
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
@@ -2865,14 +2784,7 @@ class Tiny(Staged):
         window = (stage or self.stages()[-1]).window
         short = (window or self.train_seq_len) // 2
         long = window or T
-        return dict(long_window=min(long, T), short_window=min(T, max(1, short)))
-
-    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
-        stage = stage or self.stages()[-1]
-        sizes = self.windows(stage, stage.row_tokens)
-        window = {"L": sizes["long_window"], "S": sizes["short_window"], "-": 0}
-        kinds = per_layer(self.window_pattern, self.num_layers)
-        return [Layer(window[kind], self.mlp_mult) for kind in kinds]
+        return dict(L=min(long, T), S=min(T, max(1, short)))
 
     def scoring_window(self) -> int:
         return self.stages()[-1].window
@@ -2885,10 +2797,6 @@ class Tiny(Staged):
 
     def matched_orders(self) -> list[int]:
         return [n for n in self.copy_orders if n > 0 and self.memory]
-
-    def state_bytes(self) -> int:
-        # the tables' size; the lists grow with the text
-        return 4 * len(self.counted_orders() + self.counted_words()) << self.count_bits
 
     def evaluations(self, step: int | None = None) -> list[Callable]:
         if step is None:
@@ -3253,8 +3161,7 @@ class NgramCounts(nn.Module):
         """Counts the text that a file holds, uint8 (n,). starts: uint8 (V,). Raises Refused."""
         stream = zlib.decompressobj()
         text = np.frombuffer(bytearray(stream.decompress(packed.numpy(), 1 << 32)), np.uint16)
-        if packed.dtype != torch.uint8 or not stream.eof or stream.unused_data:
-            raise Refused("no counted text")
+        require(packed.dtype == torch.uint8 and stream.eof and not stream.unused_data, "no counted text")
         require(text.max(initial=0) < self.cfg.vocab_size, "another vocabulary")
         require(starts.dtype == torch.uint8 and starts.shape == self.starts.shape, "another vocabulary")
         self.starts.copy_(starts)
@@ -3634,10 +3541,9 @@ class TinyModel(CountingModel):
         run.log(f"init of embed and head made from bigrams in {time.perf_counter() - began:.1f} s")
         return True
 
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+    def context(self, T: int, device: torch.device, dtype: torch.dtype = torch.float32,
                 stage: WindowStage | None = None) -> TinyContext:
         cfg = self.cfg
-        dtype = dtype or scoring_dtype(device)
         rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
         windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
         return TinyContext(rope, windows, dtype)
@@ -3785,6 +3691,23 @@ def nesterov_of_sum(state: UpdateState, hyper: MuonHyper) -> Tensor:
     state.first.mul_(hyper.momentum).add_(grad)
     return grad + hyper.momentum * state.first
 
+class Spans:
+    """Rows of a step are cut from consecutive spans of the stream, which run on across shards and start over
+    at its end. A span holds one token more than it trains on; its rows overlap by one token."""
+    SPANS = 8  # per step, at most: one for each rank of the public script
+
+    def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
+        """Plans a step of n rows, each of T tokens and a last target, that begins at this token of the stream
+        -> (each row's pieces [(start, length)], the position after the step)."""
+        spans = math.gcd(self.SPANS, n)
+        rows_per_span = n // spans
+        span_tokens = rows_per_span * T + 1  # the last one is only a target
+        rows = []
+        for span in range(spans):
+            begin = position + span * span_tokens
+            rows += [[(begin + row * T, T + 1)] for row in range(rows_per_span)]
+        return rows, position + spans * span_tokens
+
 # ---------- golf: lowest val_bpb of a 16,000,000-byte artifact after 600 s on 8xH100
 # The public record parameter-golf 2026-03-19_TrainingOptSeq4096: val_bpb 1.2014 (mean of three seeds), 8,394
 # steps of 71.47 ms.
@@ -3832,10 +3755,6 @@ class Golf(Config):
     # artifact and scores
     artifact_bytes_limit: int = optional(16_000_000, "limit of artifact plus script in bytes; 0: none")
     artifact_scale_floor: float = optional(1 / 127, "smallest rounding step of an int8 row; 0: none", 0, 1)
-
-    def check(self) -> None:
-        super().check()
-        check_grouped_queries(self)
 
     def stages(self) -> list[Stage]:
         # begins at, tokens per step, tokens per row
@@ -3952,9 +3871,8 @@ class GolfModel(Model):
         self.blocks = nn.ModuleList([GolfBlock(cfg) for _ in range(cfg.num_layers)])
         self.use(kernels)
 
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+    def context(self, T: int, device: torch.device, dtype: torch.dtype = torch.float32,
                 stage: Stage | None = None) -> GolfContext:
-        dtype = dtype or scoring_dtype(device)
         frequencies = rope_spectrum(self.cfg.model_dim // self.cfg.num_heads, self.cfg.rope_base)
         return GolfContext(rope_tables(T, frequencies, device, dtype), dtype)
 
@@ -3981,7 +3899,7 @@ class Shards(RankRows):
         dealt = [loader.shards[rank::self.team.world_size] for rank in range(self.team.world_size)]
         enough = all([max([shard.size for shard in part], default=0) > loader.T for part in dealt])
         require(enough or cfg.eval_from, f"packing=shards deals {len(loader.shards)} shards to "
-                f"{self.team.world_size} ranks, so some get no row of {loader.T} tokens: use fewer ranks")
+                f"{self.team.world_size} ranks, so some get no row of {loader.T} tokens: set PACKING=rows")
 
     def make_rows(self, T: int) -> Iterator[list]:
         """Yields the one piece of each row."""
@@ -4044,8 +3962,8 @@ class GolfPlus(Staged):
     vocab_size: int = option(8192, "tokens", 1, 65_536, model=True)
     train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = option(786_432, "tokens per step over all ranks", 1, 1 << 30)
-    packing: str = option("shards", "how training rows are cut: see Shards, Spans and Rows",
-                          choices=("shards", "spans", "rows"))
+    packing: str = option("shards", "how training rows are cut: see Shards and, for fewer shards than ranks, "
+                          "Rows", choices=("shards", "rows"))
     val_batch_size: int = option(524_288, "tokens per evaluation step and rank", 1)
     val_loss_every: int = optional(4000, "steps between validations, from step 0 on; 0: at the end only")
     train_log_every: int = optional(500, "steps between train_loss lines after step 10; 0: every 100")
@@ -4088,10 +4006,9 @@ class GolfPlus(Staged):
 
     def check(self) -> None:
         super().check()
-        check_grouped_queries(self)
         looped = self.loop_layers
-        if looped != (0,) and (len(looped) != 2 or looped[0] > looped[1]):
-            raise Refused(f"loop_layers={show(looped)} must be a first and a last layer, or 0")
+        require(looped == (0,) or (len(looped) == 2 and looped[0] <= looped[1]),
+                f"loop_layers={show(looped)} must be a first and a last layer, or 0")
 
     packers = dict(shards=Shards, rows=Rows)
 
@@ -4155,10 +4072,9 @@ class GolfPlus(Staged):
         warmup = warmup_done(step, self.muon_momentum_warmup_steps)
         return Schedule(1 - done, momentum=momentum_at(self, warmup))
 
-    def layers(self, stage: LoopStage | None = None) -> list[Layer]:
-        stage = stage or self.stages()[-1]
-        order = looped_order(self.num_layers, self.loop_layers, stage.loops)
-        return [Layer(stage.row_tokens, self.mlp_mult, order.count(i)) for i in range(self.num_layers)]
+    def layer_order(self, stage: LoopStage) -> list[int]:
+        """The layers in the order in which they run, repeats included."""
+        return looped_order(self.num_layers, self.loop_layers, stage.loops)
 
     def calibrate(self, run: Run) -> dict[str, Tensor]:
         """Hessians for GPTQ; the tied embedding gets one from its inputs as lm_head. Its time counts as
@@ -4481,17 +4397,16 @@ class GolfPlusModel(Model):
         self.embed = parameter(cfg.vocab_size, cfg.model_dim)
         self.head = self.embed
         # row i is for the i-th layer run in the second half; which layer that is depends on the stage
-        skips = max([sum([layer.passes for layer in cfg.layers(stage)]) // 2 for stage in cfg.stages()])
+        skips = max([len(cfg.layer_order(stage)) // 2 for stage in cfg.stages()])
         self.skip_weights = parameter(skips, cfg.model_dim, on=skips)
         mixes = skips > 0 and cfg.skip_mix
         self.skip_mix = parameter(skips, cfg.model_dim, on=mixes)
         self.blocks = nn.ModuleList([GolfPlusBlock(cfg, layer) for layer in range(cfg.num_layers)])
         self.use(kernels)
 
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+    def context(self, T: int, device: torch.device, dtype: torch.dtype = torch.float32,
                 stage: LoopStage | None = None) -> GolfPlusContext:
         cfg = self.cfg
-        dtype = dtype or scoring_dtype(device)
         frequencies = rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base, cfg.rope_fraction)
         loops = (stage or cfg.stages()[-1]).loops
         return GolfPlusContext(rope_tables(T, frequencies, device, dtype), dtype, loops)
@@ -4528,7 +4443,7 @@ class Documents(Packer):
 
     def __init__(self, cfg: Any, data: Data, loader: "Loader"):
         super().__init__(cfg, data, loader)
-        self.index = index = DocumentIndex(cfg, data, loader)
+        self.index = index = DocumentIndex(data, loader, cfg.max_doc_len)
         cuts = {min(stage.doc_len or index.longest, index.longest) for stage in cfg.stages()}
         self.cut = {cut: index.lengths.clip(max=cut) for cut in cuts | {index.longest}}
         self.filled = {cut: np.cumsum([0, *lengths]) for cut, lengths in self.cut.items()}
@@ -4591,8 +4506,16 @@ def fp8_head(x: Tensor, weight: Tensor, most: Scales = HEAD_MOST) -> Tensor:
 
 class SpeedrunRecipe(Staged):
     """Methods that speedrun and speedrun_plus share."""
-    def document_limit(self: Any) -> int:
-        return self.max_doc_len
+    packers = dict(documents=Documents, rows=Rows)
+
+    def check(self: Any) -> None:
+        super().check()
+        for window in [stage.window for stage in self.stages()] + [self.eval_window]:
+            require(window % self.window_block == 0,
+                    f"a window of {window} tokens is not a multiple of window_block={self.window_block}: "
+                    "change window_schedule or eval_window")
+        require(len(self.fp8_head_most) == 3,
+                f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
 
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -4651,8 +4574,8 @@ class Speedrun(SpeedrunRecipe):
     vocab_size: int = optional(50_304, "tokens; 0: the tokenizer's", 0, 65_536, model=True)
     train_seq_len: int = option(16_384, "tokens per row in the first stage", 2, 1 << 20, model=True)
     train_batch_tokens: int = option(131_072, "tokens per step over all ranks in the first stage", 1, 1 << 30)
-    packing: str = option("documents", "how training rows are cut: see Documents, Spans and Rows",
-                          choices=("documents", "spans", "rows"))
+    packing: str = option("documents", "how training rows are cut: see Documents and, for proxies, Rows",
+                          choices=("documents", "rows"))
     max_epochs: int = optional(1, "passes over the training tokens; 0: any number")
     val_tokens: int = optional(10_485_760, "how many tokens of val are scored, from its start; 0: all")
     val_batch_size: int = option(262_144, "tokens per evaluation step and rank", 1)
@@ -4708,27 +4631,19 @@ class Speedrun(SpeedrunRecipe):
     def check(self) -> None:
         """Raises Refused for constants that contradict each other."""
         super().check()
-        if max(self.attn_gate_dim, self.smear_dim) > self.model_dim:
-            raise Refused(f"attn_gate_dim={self.attn_gate_dim}, smear_dim={self.smear_dim}: neither may "
-                          f"exceed model_dim={self.model_dim}")
-        if not self.window_pattern or set(self.window_pattern) - set("LS-0"):
-            raise Refused(f"window_pattern={self.window_pattern!r}: a layer is L, S, - or 0")
-        for window in [stage.window for stage in self.stages()] + [self.eval_window]:
-            if window % self.window_block:
-                raise Refused(f"a window of {window} tokens is not a multiple of window_block="
-                              f"{self.window_block}: change window_schedule or eval_window")
+        require(max(self.attn_gate_dim, self.smear_dim) <= self.model_dim,
+                f"attn_gate_dim={self.attn_gate_dim}, smear_dim={self.smear_dim}: neither may exceed "
+                f"model_dim={self.model_dim}")
+        require(self.window_pattern and not set(self.window_pattern) - set("LS-0"),
+                f"window_pattern={self.window_pattern!r}: a layer is L, S, - or 0")
         skips = self.skip_layers
         later = [end > start for start, end in zip(skips[::2], skips[1::2])]
-        if skips != (0,) and (len(skips) % 2 or not all(later)):
-            raise Refused(f"skip_layers={show(skips)} must be pairs of a layer and a later one")
+        require(skips == (0,) or (len(skips) % 2 == 0 and all(later)),
+                f"skip_layers={show(skips)} must be pairs of a layer and a later one")
         switches = self.lr_switches
-        if len(switches) != len(self.lr_schedule) or [0, *switches[1:]] != sorted(switches):
-            raise Refused(f"lr_schedule={show(self.lr_schedule)}, lr_switches={show(switches)}: switches "
-                          "must grow from 0, one per entry")
-        if len(self.fp8_head_most) != 3:
-            raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
-
-    packers = dict(documents=Documents, spans=StageSpans, rows=Rows)
+        require(len(switches) == len(self.lr_schedule) and [0, *switches[1:]] == sorted(switches),
+                f"lr_schedule={show(self.lr_schedule)}, lr_switches={show(switches)}: switches must grow "
+                "from 0, one per entry")
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
@@ -4792,15 +4707,7 @@ class Speedrun(SpeedrunRecipe):
         grown = window or self.train_seq_len
         short = min(grown, last) // 2 // self.window_block * self.window_block
         long = window or T
-        return dict(long_window=min(long, T), short_window=min(T, max(short, self.window_block)))
-
-    def layers(self, stage: WindowStage | None = None) -> list[Layer]:
-        stage = stage or self.stages()[-1]
-        sizes = self.windows(stage, stage.row_tokens)
-        window = {"L": sizes["long_window"], "S": sizes["short_window"], "-": 0, "0": 0}
-        kinds = per_layer(self.window_pattern, self.num_layers)
-        mlp_mult = {"L": self.mlp_mult, "S": self.mlp_mult, "-": self.mlp_mult, "0": 0}
-        return [Layer(window[kind], mlp_mult[kind]) for kind in kinds]
+        return dict(L=min(long, T), S=min(T, max(short, self.window_block)))
 
     def rope(self, window: int) -> tuple[Tensor, float]:
         """Radians per token of each pair of channels (head_dim / 2,) and the factor on q @ k, with YaRN
@@ -4814,9 +4721,6 @@ class Speedrun(SpeedrunRecipe):
                 break
             frequencies, scale = yarn(frequencies, scale, old, new)
         return frequencies, scale
-
-    def fp8_part(self, on_gpu: bool) -> str:
-        return fp8_part(self, on_gpu)
 
     def choose_kernels(self, on_gpu: bool, log: Logger) -> WindowKernels:
         chosen = window_attention(on_gpu, log)
@@ -4911,10 +4815,9 @@ class SpeedrunModel(Model):
         self.value_embeds = nn.ParameterList([parameter(V, C) for _ in range(max(self.tables))])
         self.use(kernels)
 
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+    def context(self, T: int, device: torch.device, dtype: torch.dtype = torch.float32,
                 stage: WindowStage | None = None) -> SpeedrunContext:
         cfg = self.cfg
-        dtype = dtype or scoring_dtype(device)
         frequencies, scale = cfg.rope(cfg.scoring_window() if stage is None else stage.window)
         windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window,
                                  by_document=cfg.max_doc_len > 0)
@@ -4999,20 +4902,6 @@ class TargetStage(WindowStage):
     next_weights: tuple = ((1.0, 1.0),)
     prefix_weights: tuple = (0.0, 0.0)
 
-    @property
-    def next_losses(self) -> str:
-        """next_weights as the plan shows them: 1,0.5,0.25:0"""
-        return ",".join([self.shown(*pair) for pair in self.next_weights])
-
-    @property
-    def prefix_loss(self) -> str:
-        """prefix_weights as the plan shows them."""
-        return self.shown(*self.prefix_weights)
-
-    @staticmethod
-    def shown(first: float, last: float) -> str:
-        return f"{first:g}" if first == last else f"{first:g}:{last:g}"
-
 # modded-nanogpt#344, on record 89: val_loss 3.2747 (mean of four seeds) after 1,315 steps, 350.6M tokens, in
 # 70.09 s; 30.5, 51.9, 75.1 and 74.7 ms per step in its stages. This port is untimed. The matrices that
 # Adam updates are bf16 in the public script; here they are fp32 with a bf16 copy.
@@ -5088,7 +4977,7 @@ class SpeedrunPlus(SpeedrunRecipe):
     # modded-nanogpt#72: -1.2 s, together with lr_floor
     doc_schedule: tuple = option((), "maximum document length per stage, tokens; empty: as stages() has it",
                                  1, 1 << 20, of=int)
-    packing: str = option("documents", "how training rows are cut from the stream: see Documents and Rows",
+    packing: str = option("documents", "how training rows are cut: see Documents and, for proxies, Rows",
                           choices=("documents", "rows"))
     max_epochs: int = optional(1, "passes over the training tokens; 0: any number")
     val_tokens: int = optional(10_485_760, "how many tokens of val are scored, from its start; 0: all")
@@ -5141,49 +5030,41 @@ class SpeedrunPlus(SpeedrunRecipe):
         """Raises Refused for constants that contradict each other."""
         super().check()
         self.check_topology()
-        if self.num_heads % 2 or self.qk_dim % 4:
-            raise Refused(f"num_heads={self.num_heads} must be even, qk_dim={self.qk_dim} a multiple of 4")
+        require(self.num_heads % 2 == 0 and self.qk_dim % 4 == 0,
+                f"num_heads={self.num_heads} must be even, qk_dim={self.qk_dim} a multiple of 4")
         half = self.value_gate_dim // 2
-        if max(self.smear_dim, half) > self.model_dim or 2 * half != self.value_gate_dim:
-            raise Refused(f"smear_dim={self.smear_dim} and value_gate_dim / 2 may not exceed model_dim="
-                          f"{self.model_dim}, and value_gate_dim={self.value_gate_dim} must be even")
-        for window in [stage.window for stage in self.stages()] + [self.eval_window]:
-            if window % self.window_block:
-                raise Refused(f"a window of {window} tokens is not a multiple of window_block="
-                              f"{self.window_block}: change window_schedule or eval_window")
-        if len(self.fp8_head_most) != 3:
-            raise Refused(f"fp8_head_most={show(self.fp8_head_most)}: three numbers: input, weight, gradient")
+        require(max(self.smear_dim, half) <= self.model_dim and 2 * half == self.value_gate_dim,
+                f"smear_dim={self.smear_dim} and value_gate_dim / 2 may not exceed model_dim="
+                f"{self.model_dim}, and value_gate_dim={self.value_gate_dim} must be even")
 
     def check_topology(self) -> None:
         """Raises Refused if constants that name layers contradict each other."""
         pattern = self.window_pattern
         last = len(pattern) - 1
-        if set(pattern) - {"L", "S", "P", "-"} or last < 1:
-            raise Refused(f"window_pattern={pattern!r}: two or more layers, each L, S, P or -")
-        if self.num_layers != last + 1:
-            raise Refused(f"num_layers={self.num_layers}: window_pattern={pattern} has {last + 1} layers, "
-                          "and the other lists name them by their numbers")
-        if len(self.skip_layers) != 2 or not self.skip_layers[0] < self.skip_layers[1] < last:
-            raise Refused(f"skip_layers={show(self.skip_layers)}: two, in rising order, before the last one")
-        if [i for i, kind in enumerate(pattern) if kind == "-"] != [self.skip_layers[1]]:
-            raise Refused(f"window_pattern={pattern}: '-' must stand at layer {self.skip_layers[1]}, "
-                          f"the second of skip_layers={show(self.skip_layers)}, and nowhere else")
-        if not self.gate_layer <= self.skip_layers[1] or not self.attn_source < last:
-            raise Refused(f"gate_layer={self.gate_layer} must not be after the second of skip_layers, "
-                          f"attn_source={self.attn_source} must be before the last layer")
+        require(not set(pattern) - set("LSP-") and last > 0,
+                f"window_pattern={pattern!r}: two or more layers, each L, S, P or -")
+        require(self.num_layers == last + 1,
+                f"num_layers={self.num_layers}: window_pattern={pattern} has {last + 1} layers, and the "
+                "other lists name them by their numbers")
+        skips = self.skip_layers
+        require(len(skips) == 2 and skips[0] < skips[1] < last,
+                f"skip_layers={show(skips)}: two, in rising order, before the last one")
+        require([i for i, kind in enumerate(pattern) if kind == "-"] == [skips[1]],
+                f"window_pattern={pattern}: '-' must stand at layer {skips[1]}, the second of "
+                f"skip_layers={show(skips)}, and nowhere else")
+        require(self.gate_layer <= skips[1] and self.attn_source < last,
+                f"gate_layer={self.gate_layer} must not be after the second of skip_layers, "
+                f"attn_source={self.attn_source} must be before the last layer")
+        attending = {layer for layer, kind in enumerate(pattern) if kind != "-"}
         for name in ("value_embed_layers", "xsa_layers", "head_gate_layers"):
-            for layer in getattr(self, name):
-                if layer > last or pattern[layer] == "-":
-                    raise Refused(f"{name}={show(getattr(self, name))}: layer {layer} has no attention")
-        if not {1, last} <= {*self.value_embed_layers}:
-            raise Refused(f"value_embed_layers={show(self.value_embed_layers)} must hold 1 and {last}")
-        unpaired = [*self.xsa_layers]
-        if self.dc_window:
-            unpaired.append(last)
-        if "P" in [pattern[layer] for layer in unpaired]:
-            raise Refused(f"window_pattern={pattern}: XSA and dynamic attention are not for paired heads")
-
-    packers = dict(documents=Documents, rows=Rows)
+            others = {*getattr(self, name)} - attending
+            require(not others, f"{name}={show(getattr(self, name))}: layer {min(others, default=0)} has no "
+                    "attention")
+        require({1, last} <= {*self.value_embed_layers},
+                f"value_embed_layers={show(self.value_embed_layers)} must hold 1 and {last}")
+        unpaired = {*self.xsa_layers, last} if self.dc_window else {*self.xsa_layers}
+        require("P" not in [pattern[layer] for layer in unpaired],
+                f"window_pattern={pattern}: XSA and dynamic attention are not for paired heads")
 
     def stages(self) -> list[TargetStage]:
         """Three roughly equal parts of iterations, then the extension."""
@@ -5295,13 +5176,7 @@ class SpeedrunPlus(SpeedrunRecipe):
         half = (stage or last).window // 2
         short = max(1, half // self.window_block) * self.window_block
         long = stage.window if stage else self.eval_window
-        return dict(long_window=min(T, long), short_window=min(T, short))
-
-    def layers(self, stage: TargetStage | None = None) -> list[Layer]:
-        stage = stage or self.stages()[-1]
-        sizes = self.windows(stage, stage.row_tokens)
-        window = {"L": sizes["long_window"], "S": sizes["short_window"], "P": sizes["short_window"], "-": 0}
-        return [Layer(window[kind], self.mlp_mult) for kind in self.window_pattern]
+        return dict(L=min(T, long), S=min(T, short))
 
     def rope(self, window: int | None = None) -> tuple[Tensor, float]:
         """Radians per token of each pair of channels that rotates (qk_dim / 4,) and the factor on q @ k,
@@ -5350,19 +5225,10 @@ class SpeedrunPlus(SpeedrunRecipe):
     def optimizer(self) -> "type[Optimizer]":
         return SpeedrunPlusOptimizer
 
-    def fp8_part(self, on_gpu: bool) -> str:
-        part = fp8_part(self, on_gpu, further=self.fp8_sides())
-        if part == "all" and not (self.fp8_qkv and self.fp8_mlp):
-            return "head"
-        return part
-
-    def fp8_sides(self) -> list[int]:
-        """Further matrix dimensions for fp8_part() to check."""
-        return [2 * self.num_heads * self.qk_dim, self.mlp_mult * self.model_dim]
-
     def choose_kernels(self, on_gpu: bool, log: Logger) -> "SpeedrunPlusKernels":
         """fp8 for lm_head, QKV and MLPs, each with its own switch."""
-        fp8 = fp8_part(self, on_gpu, log, further=self.fp8_sides()) != "off"
+        sides = [2 * self.num_heads * self.qk_dim, self.mlp_mult * self.model_dim]
+        fp8 = fp8_part(self, on_gpu, log, sides) != "off"
         chosen = window_attention(on_gpu, log)
         loss: Callable = fused_loss
         if fp8 and self.fp8_head:
@@ -5900,18 +5766,17 @@ class SpeedrunPlusModel(SeveralTargets):
         self.use(kernels)
         self.scales = self.kernels.mlp_scales(cfg.num_layers)
 
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+    def context(self, T: int, device: torch.device, dtype: torch.dtype = torch.float32,
                 stage: TargetStage | None = None) -> SpeedrunPlusContext:
         """As Model says; in a stage with what its losses need besides."""
         cfg = self.cfg
-        dtype = dtype or scoring_dtype(device)
         frequencies, scale = cfg.rope(stage.window if stage else None)
         rope = rope_tables(T, frequencies, device, dtype)
         pair_rope = pair_rope_tables(T, frequencies, device, dtype)
         attn_scale = torch.tensor(scale, device=device)
         window = self.kernels.window
         windows = kernel_windows(cfg, "LS", stage, T, device, window, by_document=True)
-        pair_window = window(cfg.windows(stage, T)["short_window"], 2 * T, device, by_document=True)
+        pair_window = window(cfg.windows(stage, T)["S"], 2 * T, device, by_document=True)
         context = SpeedrunPlusContext(rope, pair_rope, attn_scale, windows, pair_window, dtype)
         return self.with_targets(context, stage, device) if stage else context
 
@@ -5997,15 +5862,12 @@ def horizon_weights(cfg: Any) -> int:
     counts = parameter_counts(cfg)
     return counts["matrix"] + counts["gate"] + cfg.vocab_size * cfg.model_dim
 
-def flops_per_token(cfg: Any, stage: "Stage | None" = None) -> float:
+def flops_per_token(cfg: Any) -> float:
     """Training matmul FLOPs as PaLM counts them (arXiv:2204.02311): 6 per weight, plus 12 * width * window
-    per layer. A layer that runs several times counts each time, averaged over the stages. stage: the one
-    whose windows count; None: the last."""
-    keys = sum([layer.window for layer in cfg.layers(stage)])
-    passes = [sum([layer.passes for layer in cfg.layers(row)]) for row in cfg.stages()]
-    again = sum(passes) / len(passes) / cfg.num_layers
-    head = cfg.vocab_size * cfg.model_dim
-    return 6 * (head + again * (horizon_weights(cfg) - head + 2 * cfg.model_dim * keys))
+    per layer, with the windows of the last stage."""
+    windows = cfg.windows(cfg.stages()[-1], cfg.train_seq_len)
+    keys = sum([windows[kind] for kind in per_layer(cfg.window_pattern, cfg.num_layers)])
+    return 6 * (horizon_weights(cfg) + 2 * cfg.model_dim * keys)
 
 class BestFit(RankRows):
     """Fills each row with the longest document in a buffer that still fits, again and again; if none does,
@@ -6017,7 +5879,7 @@ class BestFit(RankRows):
 
     def __init__(self, cfg: Config, data: Data, loader: "Loader"):
         super().__init__(cfg, data, loader)
-        self.index = index = DocumentIndex(cfg, data, loader)
+        self.index = index = DocumentIndex(data, loader)
         self.groups = []
         for number, shard in enumerate(loader.shards):
             first, end = np.searchsorted(index.shard_of, [number, number + 1]).tolist()
@@ -6027,7 +5889,7 @@ class BestFit(RankRows):
         groups = max(map(len, self.groups))
         require(groups >= self.team.world_size,
                 "packing=best_fit deals groups of documents to the ranks, but no shard has "
-                f"more than {groups}: take at most this many ranks or another packing")
+                f"more than {groups}: take at most this many ranks, or set PACKING=rows")
 
     def make_rows(self, T: int) -> Iterator[list]:
         """Yields the pieces of each row."""
@@ -6230,7 +6092,6 @@ def core_metric(model: Model, cfg: "GPT2 | GPT2Plus", data: Data, team: "Team", 
     began = time.perf_counter()
     results = {}
     log("evaluating CORE")
-    sizes = [prompt_characters(task) for task in tasks]
     for number, task in enumerate(tasks, 1):
         start = time.perf_counter()
         n = len(task.items)
@@ -6241,36 +6102,12 @@ def core_metric(model: Model, cfg: "GPT2 | GPT2Plus", data: Data, team: "Team", 
         centered = (accuracy - chance) / (1 - chance)
         seconds = round(time.perf_counter() - start, 2)
         results[task.label] = dict(accuracy=accuracy, centered=centered, n=n, seconds=seconds)
-        spent = time.perf_counter() - began
-        left = spent * sum(sizes[number:]) / max(1, sum(sizes[:number]))
         log(f"core: {task.label:<32} accuracy:{accuracy:.4f} centered:{centered:.4f} n:{n} seconds:{seconds} "
-            f"task {number}/{len(tasks)} eta:{left:.0f}s")
+            f"task {number}/{len(tasks)}")
     core = sum([row["centered"] for row in results.values()]) / len(results)
     name = "core" if len(results) == CORE_TASKS else "core_partial"
     log(f"{name}_metric:{core:.6f} tasks:{len(results)} seconds:{time.perf_counter() - began:.1f}")
     return {"core": None, name: core, "core_tasks": results}
-
-def prompt_characters(task: Task) -> int:
-    """About how many characters of prompts a task has, its shots included."""
-    return (1 + task.shots) * sum([len(text) for item in task.items for text in item.texts])
-
-def check_core(cfg: "GPT2 | GPT2Plus", data: Data) -> None:
-    """Raises Refused for a run that scores CORE without its tasks or a tokenizer."""
-    if cfg.core or cfg.core_metric_every:
-        read_tasks(cfg.core_bundle, cfg.core_metric_max_per_task)
-        require(data.tokenizer, "CORE needs a tokenizer: set TOKENIZER_PATH")
-
-def core_evaluations(cfg: "GPT2 | GPT2Plus", step: int | None) -> list[Callable]:
-    """[core_metric] if it is due at this step, None: at the end; else []."""
-    if step is None:
-        return [core_metric] if cfg.core else []
-    due = cfg.core_metric_every and step and step % cfg.core_metric_every == 0
-    return [core_metric] if due else []
-
-def check_window_pattern(cfg: "GPT2 | GPT2Plus") -> None:
-    """Raises Refused for a pattern that has anything but L and S."""
-    if not cfg.window_pattern or set(cfg.window_pattern) - {"L", "S"}:
-        raise Refused(f"window_pattern={cfg.window_pattern!r}: a layer is L or S")
 
 # The depth dial of github.com/karpathy/nanochat. Recipes with a depth give learning rates and weight decay
 # for this depth, width and batch size in tokens:
@@ -6296,17 +6133,6 @@ def depth_size(depth: int) -> dict:
     return dict(num_layers=depth, num_heads=heads, model_dim=HEAD_DIM * heads, window_pattern=pattern,
                 value_embed_layers=tuple(value_embed_layers))
 
-def check_horizons(cfg: "GPT2 | GPT2Plus") -> None:
-    """Raises Refused if the depth dial lacks a constant that it needs, or if a constant needs the dial but
-    the dial is off."""
-    if cfg.depth and not cfg.vocab_size:
-        raise Refused(f"depth={cfg.depth} needs vocab_size")
-    if not cfg.depth and (cfg.target_param_data_ratio or cfg.target_flops):
-        raise Refused(f"target_param_data_ratio={cfg.target_param_data_ratio:g}, "
-                      f"target_flops={cfg.target_flops:g}: these horizons need depth")
-    if not cfg.train_batch_tokens:
-        raise Refused("train_batch_tokens=0 needs depth")
-
 def depth_dial(cfg: "GPT2 | GPT2Plus", given: dict[str, Any]) -> Any:
     """cfg with everything that follows from cfg.depth, except for the constants in `given`. Raises
     Refused."""
@@ -6329,8 +6155,7 @@ def depth_dial(cfg: "GPT2 | GPT2Plus", given: dict[str, Any]) -> Any:
         derived["iterations"] = max(1, int(tokens / batch))
     # iterations may be given with another horizon if both yield the same number, as in a record's command.
     repeated = len(horizons) == 2 and derived.get("iterations") == given.get("iterations")
-    if len(horizons) > 1 and not repeated:
-        raise Refused(f"{' and '.join(horizons)} are two horizons: give one")
+    require(len(horizons) < 2 or repeated, f"{' and '.join(horizons)} are two horizons: give one")
     # 5. Learning rates grow with the square root of the batch (arXiv:2205.10287). Those of embeddings and
     #    lm_head also fall with the square root of the width, halfway to muP (arXiv:2203.03466).
     rate = (batch / REFERENCE_BATCH) ** 0.5
@@ -6351,13 +6176,23 @@ class GPT2Recipe(Staged):
     aliases = dict(train_batch_tokens="total_batch_size", iterations="num_iterations", run_id="model_tag")
 
     @classmethod
-    def of(cls: Any, preset: str, given: dict[str, Any]) -> Config:
+    def of(cls: Any, given: dict[str, Any]) -> Config:
         cfg = cls(**given)
         check_ranges(cfg)
-        check_window_pattern(cfg)
+        require(cfg.window_pattern and not set(cfg.window_pattern) - set("LS"),
+                f"window_pattern={cfg.window_pattern!r}: a layer is L or S")
         if cfg.depth:
             cfg = depth_dial(cfg, given)
         return cfg
+
+    def check(self: Any) -> None:
+        """Also refuses a depth dial that lacks a constant, and constants that need a dial that is off."""
+        require(self.vocab_size or not self.depth, f"depth={self.depth} needs vocab_size")
+        require(self.depth or not (self.target_param_data_ratio or self.target_flops),
+                f"target_param_data_ratio={self.target_param_data_ratio:g}, "
+                f"target_flops={self.target_flops:g}: these horizons need depth")
+        require(self.train_batch_tokens, "train_batch_tokens=0 needs depth")
+        super().check()
 
     packers = dict(best_fit=BestFit, rows=Rows)
 
@@ -6367,20 +6202,10 @@ class GPT2Recipe(Staged):
 
     def windows(self: Any, stage: WindowStage | None, T: int) -> dict[str, int]:
         long = (stage or self.stages()[-1]).window or self.train_seq_len
-        return dict(long_window=min(long, T), short_window=min(T, max(1, int(self.short_window * long))))
-
-    def layers(self: Any, stage: WindowStage | None = None) -> list[Layer]:
-        stage = stage or self.stages()[-1]
-        sizes = self.windows(stage, stage.row_tokens)
-        window = dict(L=sizes["long_window"], S=sizes["short_window"])
-        kinds = per_layer(self.window_pattern, self.num_layers)
-        return [Layer(window[kind], self.mlp_mult) for kind in kinds]
+        return dict(L=min(long, T), S=min(T, max(1, int(self.short_window * long))))
 
     def scoring_window(self: Any) -> int:
         return self.stages()[-1].window or self.train_seq_len
-
-    def fp8_part(self: Any, on_gpu: bool) -> str:
-        return fp8_part(self, on_gpu)
 
     def choose_kernels(self: Any, on_gpu: bool, log: Logger) -> WindowKernels:
         chosen = window_attention(on_gpu, log)
@@ -6391,10 +6216,16 @@ class GPT2Recipe(Staged):
         return WindowKernels(**chosen, **fast_loss(self, on_gpu, loss, kernel_losses))
 
     def check_data(self: Any, data: "Data") -> None:
-        check_core(self, data)
+        """A run that scores CORE needs its tasks and a tokenizer."""
+        if self.core or self.core_metric_every:
+            read_tasks(self.core_bundle, self.core_metric_max_per_task)
+            require(data.tokenizer, "CORE needs a tokenizer: set TOKENIZER_PATH")
 
     def evaluations(self: Any, step: int | None = None) -> list[Callable]:
-        return core_evaluations(self, step)
+        due = self.core_metric_every and step and step % self.core_metric_every == 0
+        if step is None:
+            due = self.core
+        return [core_metric] if due else []
 
     def quantize(self, row: Row, w: Tensor, coarser: float = 1.0,
                  hessian: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -6420,10 +6251,9 @@ class GPT2BaseBlock(nn.Module):
 
 class GPT2BaseModel(Model):
     """A model of such blocks, with windows."""
-    def context(self, T: int, device: torch.device, dtype: torch.dtype | None = None,
+    def context(self, T: int, device: torch.device, dtype: torch.dtype = torch.float32,
                 stage: WindowStage | None = None) -> GPT2Context:
         cfg = self.cfg
-        dtype = dtype or scoring_dtype(device)
         rope = rope_tables(T, rope_spectrum(cfg.model_dim // cfg.num_heads, cfg.rope_base), device, dtype)
         windows = kernel_windows(cfg, self.kinds, stage, T, device, self.kernels.window)
         return GPT2Context(rope, windows, dtype)
@@ -6463,7 +6293,7 @@ class GPT2(GPT2Recipe):
     vocab_size: int = optional(32_768, "tokens; 0: the tokenizer's (needs depth=0)", 0, 65_536, model=True)
     train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = optional(524_288, "tokens per step over all ranks; 0: by the dial", 0, 1 << 30)
-    packing: str = option("best_fit", "how training rows are packed with documents: see BestFit and Rows",
+    packing: str = option("best_fit", "how training rows are cut: see BestFit and, for few documents, Rows",
                           choices=("best_fit", "rows"))
     val_tokens: int = optional(20_971_520, "how many tokens of val are scored, from its start; 0: all")
     val_loss_every: int = optional(250, "steps between validations, from step 0 on; 0: at the end only")
@@ -6499,12 +6329,9 @@ class GPT2(GPT2Recipe):
         return depth_size(depth)
 
     def check(self) -> None:
-        check_horizons(self)
         super().check()
-        check_grouped_queries(self)
-        if self.value_gate_dim > self.model_dim:
-            raise Refused(f"value_gate_dim={self.value_gate_dim} exceeds model_dim={self.model_dim}")
-        check_window_pattern(self)
+        require(self.value_gate_dim <= self.model_dim,
+                f"value_gate_dim={self.value_gate_dim} exceeds model_dim={self.model_dim}")
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""
@@ -6652,7 +6479,7 @@ class GPT2Plus(GPT2Recipe):
     vocab_size: int = optional(32_768, "tokens; 0: the tokenizer's (needs depth=0)", 0, 65_536, model=True)
     train_seq_len: int = option(2048, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = optional(0, "tokens per step over all ranks; 0: by the dial", 0, 1 << 30)
-    packing: str = option("best_fit", "how training rows are packed with documents: see BestFit and Rows",
+    packing: str = option("best_fit", "how training rows are cut: see BestFit and, for few documents, Rows",
                           choices=("best_fit", "rows"))
     val_tokens: int = optional(41_943_040, "how many tokens of val are scored, from its start; 0: all")
     val_loss_every: int = optional(250, "steps between validations, from step 0 on; 0: at the end only")
@@ -6697,13 +6524,10 @@ class GPT2Plus(GPT2Recipe):
         return size
 
     def check(self) -> None:
-        check_horizons(self)
         super().check()
-        check_grouped_queries(self)
-        if max(self.value_gate_dim, self.smear_dim) > self.model_dim:
-            raise Refused(f"value_gate_dim={self.value_gate_dim}, smear_dim={self.smear_dim}: neither may "
-                          f"exceed model_dim={self.model_dim}")
-        check_window_pattern(self)
+        require(max(self.value_gate_dim, self.smear_dim) <= self.model_dim,
+                f"value_gate_dim={self.value_gate_dim}, smear_dim={self.smear_dim}: neither may exceed "
+                f"model_dim={self.model_dim}")
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""

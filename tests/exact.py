@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tools.gpu.parts import ON_STAND_IN, Call, Subject, attention_inputs, by_kernels, loss_inputs
+from tools.run import plan
 
 MOST_ERROR = 0.02  # relative, of a result in bf16
 MOST_ERROR_FP8 = 0.10
@@ -21,7 +22,7 @@ def slice_size(subject):
 
 def has_fp8(run) -> bool:
     """Are some of a training step's products in fp8? golf knows none."""
-    return hasattr(run.cfg, "fp8_part") and run.cfg.fp8_part(run.team.on_gpu) != "off"
+    return plan.fp8_part(run.cfg, run.team.on_gpu) != "off"
 
 
 def exact_attention(call: Call, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, size: int) -> list[Tensor]:

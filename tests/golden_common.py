@@ -157,7 +157,7 @@ class Schedule:
             self.seen[stage] = dict(
                 stage=stage, tokens=stage.batch_tokens, longest=stage.doc_len,
                 attn_scale=self.attn_scale(cfg, stage),
-                windows={"L": windows.get("long_window"), "S": windows.get("short_window")})
+                windows={"L": windows.get("L"), "S": windows.get("S")})
         now = cfg.schedule(step, progress)
         return SimpleNamespace(progress=progress, lr=now.lr, momentum=now.momentum, decay_factor=now.decay,
                                tied=now.tied, **self.seen[stage])

@@ -51,8 +51,7 @@ def documents(lengths, cfg):
 
 def window_sizes(cfg):
     """{kind of layer: tokens before its own that it sees} in training."""
-    sizes = cfg.windows(None, cfg.train_seq_len)
-    return {"L": sizes["long_window"], "S": sizes["short_window"]}
+    return cfg.windows(None, cfg.train_seq_len)
 
 
 def test_gpt2_rows_of_packed_documents(gpt2, tmp_path, monkeypatch):

@@ -112,5 +112,5 @@ def test_speedrun_evaluation_windows(speedrun):
     about = speedrun.json("evaluation")
     cfg = speedrun.full
     sizes = cfg.windows(None, cfg.eval_context)
-    assert (sizes["long_window"], sizes["short_window"]) == (about["window_long"], about["window_short"])
+    assert (sizes["L"], sizes["S"]) == (about["window_long"], about["window_short"])
     assert cfg.rope(cfg.scoring_window())[1] == pytest.approx(about["attn_scale"], rel=1e-6)

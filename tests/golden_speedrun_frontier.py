@@ -16,6 +16,7 @@ from golden_common import (
     CPU, GOLDEN, MATRICES, Later, close, difference, gradients, make_loader, make_optimizer, open_set,
     open_shards, parameter_rows, replace, set_fixture, stated_law, step_on_gradients, tie, value_tables)
 from helpers import ROOT
+from tools.run import plan
 from train_gpt import window_mask
 
 LOSS = 1e-6
@@ -486,9 +487,9 @@ def test_frontier_schedule(speedrun_frontier):
         close(found[name], table[:, place], 1e-9, name)
     assert [[stage.first_step for stage in cfg.stages()], train_gpt.total_steps(cfg)] == \
         [[first for first, _ in notes["boundaries"]], notes["total"]]
-    assert train_gpt.planned_tokens(cfg) == notes["tokens_total"]
+    assert plan.planned_tokens(cfg) == notes["tokens_total"]
     sizes = cfg.windows(None, cfg.eval_context)
-    assert [sizes["short_window"], sizes["long_window"]] == notes["final_validation_windows"]
+    assert [sizes["S"], sizes["L"]] == notes["final_validation_windows"]
     assert cfg.val_tokens == speedrun_frontier.json("validation")["tokens"]
 
 

@@ -155,7 +155,7 @@ def toy_config(root, preset="", **settings):
     env = toy_of(preset) if preset else TOY
     cfg = train_gpt.load_config(env | {"DATA_PATH": str(Path(root, TOY["DATA_PATH"]))})
     cfg = train_gpt.replace(cfg, **settings)
-    train_gpt.check_config(cfg)
+    cfg.check()
     return cfg
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import train_gpt
+from tools.run import plan
 from helpers import ROOT, SCRIPT, look
 from records.judge import calibration, tries
 from records.judge.calibration import (
@@ -59,7 +60,7 @@ def test_changes_fit_the_recipe(known):
     for width in calibration.WIDTHS:
         cfg = config_of(known, width)
         assert (cfg != config_of(base, width)) == bool(known.flags)
-        assert train_gpt.planned_tokens(cfg) == train_gpt.planned_tokens(config_of(base, width))
+        assert plan.planned_tokens(cfg) == plan.planned_tokens(config_of(base, width))
     assert known.flags or changed != text
 
 

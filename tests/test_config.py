@@ -13,6 +13,7 @@ import torch
 
 import train_gpt
 from helpers import ROOT, SCRIPT, with_boards
+from tools.run import plan
 from train_gpt import Refused, fields, load_config, overrides, show
 
 # Every constant of every recipe, by name and value: records rely on them. What all share, and each, whole. A
@@ -136,6 +137,11 @@ RECIPES = {
 # {constant: the first preset that has it}, which the tests of it are about; and its declaration there
 OWNER = {f.name: preset for preset, recipe in reversed(train_gpt.RECIPES.items()) for f in fields(recipe)}
 FIELDS = {f.name: f for recipe in reversed(train_gpt.RECIPES.values()) for f in fields(recipe)}
+# tiny has them with one possible value
+for f in fields(train_gpt.Speedrun):
+    if f.name in ("packing", "seq_schedule"):
+        OWNER[f.name] = "speedrun"
+        FIELDS[f.name] = f
 ALIASES = dict(total_batch_size="train_batch_tokens", num_iterations="iterations", model_tag="run_id")
 NUMBERS = [name for name, f in FIELDS.items() if type(f.default) in (int, float)]
 BOOLEANS = [name for name, f in FIELDS.items() if type(f.default) is bool]
@@ -143,8 +149,7 @@ TUPLES = [name for name, f in FIELDS.items() if type(f.default) is tuple]
 DIAL = ("depth", "target_param_data_ratio", "target_flops")  # they derive others: tests/test_gpt2.py
 # what must be there for a constant to have another value than its default
 COMPANIONS = {"lr_switches": {"lr_schedule": (1.0, 1.5)}, "lr_schedule": {"lr_switches": (0.0, 0.25)},
-              "seq_schedule": {"packing": "spans", "shuffle": False, "train_batch_tokens": 8192},
-              "packing": {"shuffle": False}}
+              "packing": {"seq_schedule": (1,)}}
 
 
 def flag(name):
@@ -156,7 +161,7 @@ def other_value(name):
     f = FIELDS[name]
     special = dict(
         preset="speedrun", window_pattern="LS", value_embed_layers=(1, 0), window_schedule=(64, 0),
-        batch_schedule=(2, 3), seq_schedule=(1, 2), packing="spans", shuffle=False, train_seq_len=256,
+        batch_schedule=(2, 3), seq_schedule=(2,), shuffle=False, train_seq_len=256,
         train_batch_tokens=8192, model_dim=512, num_heads=8, num_kv_heads=2, val_tokens=2,
         count_orders=(2, 5), count_words=(1, 6), copy_orders=(1, 3),
         skip_layers=(0, 2, 1, 3), lr_schedule=(1.0, 1.5),
@@ -310,7 +315,7 @@ def test_loops_count_in_flops():
     looped = load_config({"PRESET": "golf_plus"})
     once = dataclasses.replace(looped, loop_layers=(0,))
     head = 6 * looped.vocab_size * looped.model_dim
-    blocks = [train_gpt.flops_per_token(cfg) - head for cfg in (looped, once)]
+    blocks = [plan.flops_per_token(cfg) - head for cfg in (looped, once)]
     assert blocks[0] / blocks[1] == pytest.approx(13 / 11)
 
 
@@ -322,8 +327,8 @@ def test_the_loops_of_golf_plus():
         cfg = load_config(golf_plus | settings)
         found = []
         for stage in cfg.stages():
-            order = train_gpt.looped_order(cfg.num_layers, cfg.loop_layers, stage.loops)
-            passes = [layer.passes for layer in cfg.layers(stage)]
+            order = cfg.layer_order(stage)
+            passes = [layer.passes for layer in plan.layers_of(cfg, stage)]
             assert passes == [order.count(i) for i in range(cfg.num_layers)]
             found.append(order)
         return found
@@ -460,7 +465,8 @@ def test_tuples_are_comma_lists(name):
                  count_orders=["0", "2", "3,1"], count_words=["0", "5,1"], copy_orders=["0", "2,3"],
                  stage_starts=["0,0.25"], fp8_head_most=["0,1,2.5"],
                  loop_layers=["0, 1"], loop_schedule=["0,2"], batch_schedule=["1", "1, 3"],
-                 seq_schedule=["1", "1,2"], window_schedule=["0", "64,128"], doc_schedule=["64", "1,2,3,4"],
+                 seq_schedule=["1", "1,1, 2,2"], window_schedule=["0", "64,128"],
+                 doc_schedule=["64", "1,2,3,4"],
                  xsa_layers=["3", "3, 10"])
     env = {key.upper(): show(value) for key, value in COMPANIONS.get(name, {}).items()}
     for text in legal.get(name, [f"{least}", f"{least},{least + 1}, {least}"]):
@@ -543,7 +549,7 @@ def test_unknown_arguments_are_refused(argv, sentence):
     ("EVAL_STRIDE=4097", "eval_stride row"), ("EVAL_CONTEXT=10 EVAL_STRIDE=11", "eval_stride row"),
     ("PRESET=gulf", "gulf tiny golf"), ("DEVICE=tpu", "tpu cpu cuda"),
     ("DTYPE=fp64", "fp64 float32"), ("PRESET=gpt2 FP8=on", "fp8 auto-all"),
-    ("PACKING=heads", "heads rows spans"),
+    ("PRESET=speedrun PACKING=heads", "heads documents rows"),
     ("SEQ_SCHEDULE=2 TRAIN_SEQ_LEN=512", "packing=rows 1024"),
     ("BATCH_SCHEDULE=1,2,3", "batch_schedule=1,2,3 2 stages"),
     ("STAGE_STARTS=0.1,0.5", "stage_starts=0.1,0.5"),
@@ -603,7 +609,7 @@ def test_overrides_are_printed(tmp_path, monkeypatch, capsys):
 def test_parameters_steps_and_tokens(preset, parameters, steps, tokens):
     cfg = train_gpt.preset_config(preset)
     assert train_gpt.parameter_counts(cfg).total() == parameters
-    assert (train_gpt.total_steps(cfg), train_gpt.planned_tokens(cfg)) == (steps, tokens)
+    assert (train_gpt.total_steps(cfg), plan.planned_tokens(cfg)) == (steps, tokens)
 
 
 @pytest.mark.parametrize("argv, env, preset", [
@@ -619,11 +625,11 @@ def test_help_lists_the_constants_of_a_preset(argv, env, preset, capsys, monkeyp
     cfg = train_gpt.preset_config(preset)
     blocks = [" ".join(block.split()) for block in re.split(r"\n  (?=--)", out)[1:]]
     texts = {block.split()[0]: block for block in blocks}
-    assert set(texts) == {flag(name) for name in vars(cfg)}
+    assert set(texts) == {flag(name) for name in [*vars(cfg), *cfg.aliases.values()]}
     for f in fields(cfg):
         text = texts[flag(f.name)]
         alias = cfg.aliases.get(f.name)
-        assert alias is None or text.startswith(f"{flag(f.name)} , {flag(alias)} ")
+        assert alias is None or texts[flag(alias)].split()[1:] == text.split()[1:]
         assert f.metadata["doc"] and text.endswith(f"[{show(f.default)}]")
         for word in (" ".join(f.metadata["doc"].split()), *f.metadata["choices"]):
             assert word in text

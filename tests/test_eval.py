@@ -268,10 +268,10 @@ def test_what_an_artifact_holds(preset, settings, tmp_path):
 def test_a_file_of_rows_that_do_not_divide_the_batch(preset, tmp_path):
     """Of 100 tokens: it is loaded whatever recipe is asked for."""
     own = preset_config(preset)
-    more = {} if preset == "golf" else dict(packing="rows", batch_schedule=(1, 2))
+    more = {} if preset == "golf" else dict(batch_schedule=(1, 2))
     cfg = replace(own, vocab_size=64, model_dim=32, num_heads=2, num_kv_heads=1, num_layers=2,
                   train_seq_len=100, train_batch_tokens=600, **more)
-    train_gpt.check_config(cfg)
+    cfg.check()
     assert own.train_batch_tokens % 100
     model = cfg.make_model()
     path = tmp_path / "model.ptz"

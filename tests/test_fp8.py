@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import train_gpt
 from helpers import init_parameters, toy_of
 from test_kernels import SMALL
+from tools.run import plan
 from train_gpt import (RECIPES, Refused, WindowKernels, fp8_head, fp8_linear, linear, preset_config,
                        scaled_mm,
                        to_fp8)
@@ -229,8 +230,8 @@ def test_the_scales_of_speedrun_plus():
 def test_the_part_of_speedrun_plus(off):
     """What memory is planned for: all only if the blocks' products are in fp8, too."""
     cfg = replace(preset_config("speedrun_plus"), fp8="all")
-    assert cfg.fp8_part(False) == "all" and replace(cfg, **{off: False}).fp8_part(False) == "head"
-    assert replace(cfg, fp8="off").fp8_part(False) == "off"
+    assert plan.fp8_part(cfg, False) == "all" and plan.fp8_part(replace(cfg, **{off: False}), False) == "head"
+    assert plan.fp8_part(replace(cfg, fp8="off"), False) == "off"
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ def drawn_together(rng, preset, T):
         name: rng.choice((0, max(1, context // 4), context))
         for name in ("eval_stride", "eval_sliding")}
     packing = rng.choice(own["packing"].metadata["choices"])
-    longer = rng.choice((1, 2)) if packing in ("documents", "spans") else 1
+    longer = rng.choice((1, 2)) if packing == "documents" else 1
     lengths = dict(
         packing=packing, shuffle=packing == "rows" and rng.random() < 0.5,
         seq_schedule=(longer,), train_batch_tokens=T * longer * rng.randint(1, 4))

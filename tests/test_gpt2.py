@@ -38,7 +38,7 @@ def test_the_runs_of_the_leaderboard(depth, ratio, batch, steps):
     cfg = dialled(f"--depth={depth}", f"--target-param-data-ratio={ratio}", f"--train-batch-tokens={batch}")
     assert cfg.iterations == pytest.approx(steps, rel=1e-3) and cfg.train_batch_tokens == batch
     assert (cfg.num_layers, cfg.model_dim, cfg.num_heads) == {24: (24, 1536, 12), 26: (26, 1664, 13)}[depth]
-    assert cfg.windows(None, 2048) == {"long_window": 2048, "short_window": 1024}
+    assert cfg.windows(None, 2048) == {"L": 2048, "S": 1024}
     assert cfg.window_pattern == ("SSSL" * 7)[:depth - 1] + "L"
     assert flops_per_token(cfg) == pytest.approx({24: 4.945e9, 26: 6.185e9}[depth], rel=1e-3)
     typed = load_config({}, shlex.split(COMMAND))

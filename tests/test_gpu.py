@@ -7,6 +7,7 @@ computes nothing, and some of the others on the emulated GPU (emulate_gpu.py), w
 
 import itertools
 import os
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from tools.gpu import parts as gpu_parts
 from tools.gpu import static as static_gpu
 from tools.run import plan
 from tools.run.machine import find_machine
+from train_gpt import preset_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -329,7 +331,7 @@ def measured():
     subject = gpu_parts.Subject(train_gpt, bench, report, {}, False)
 
     def go(function, *args, fp8="off", **kernels):
-        cfg = SimpleNamespace(fp8_part=lambda on_gpu: fp8)
+        cfg = replace(preset_config("speedrun"), fp8=fp8)
         team = train_gpt.Team(train_gpt.load_config({}), {})
         model = SimpleNamespace(kernels=train_gpt.Kernels(**kernels))
         run = SimpleNamespace(team=team, cfg=cfg, model=model)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from helpers import SCRIPT, TOY, fake_run, init_parameters, toy_config
+from tools.run import plan
 from train_gpt import (
     RECIPES, attention, linear, lm_loss, preset_config, window_mask)
 
@@ -138,7 +139,7 @@ def test_each_recipe_s_blocks_make_one_product_of_them(preset):
         counted.append(len(products.shapes))
     attending = cfg.num_layers
     if preset != "golf":
-        attending = sum(layer.passes for layer in cfg.layers() if layer.window)
+        attending = sum(layer.passes for layer in plan.layers_of(cfg) if layer.window)
     assert counted[0] - counted[1] == 2 * attending > 0
 
 

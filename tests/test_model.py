@@ -14,6 +14,7 @@ from torch import nn
 import test_speedrun_plus
 import train_gpt
 from helpers import fake_run, init_parameters
+from tools.run import plan
 from train_gpt import RECIPES, Tiny, kind_of, log_probs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,7 +57,7 @@ def small(preset, **settings):
     names = {constant.name for constant in fields(RECIPES[preset])}
     other = {name: value for name, value in OTHER.items() if name in names}
     cfg = RECIPES[preset](**SIZE | TOY.get(preset, other) | settings)
-    train_gpt.check_config(cfg)
+    cfg.check()
     return cfg
 
 
@@ -81,7 +82,7 @@ def randomised(cfg, seed=0):
     for name, p in model.named_parameters():
         spread = {"matrix": 1.5 * p.shape[-1] ** -0.5, "head": 0.3}.get(table[kind_of(name)].group, 1.0)
         p.data.normal_(0, spread, generator=generator)
-    if cfg.preset == "tiny" and cfg.state_bytes():
+    if plan.counted_bytes(cfg):
         model.counts.starts.copy_(some_starts(cfg.vocab_size))
         model.counts.count(some_tokens(cfg, 1, 3000)[0].numpy().astype(np.uint16))
     return model

@@ -10,6 +10,7 @@ import torch
 
 import fork_server
 import train_gpt
+from tools.run import plan
 from helpers import ROOT, add_gradients
 from test_model import close, randomised, small, values
 from train_gpt import Optimizer, Refused, Schedule, kind_of
@@ -773,5 +774,5 @@ def test_stage_steps_are_where_the_loop_changes(cfg, iterations, extension, stag
     found = [train_gpt.stage_at(cfg, part).batch_tokens // cfg.train_batch_tokens for part in progress]
     edges = [*(stage.first_step for stage in cfg.stages()), iterations + extension]
     assert found == [i for i, (a, b) in enumerate(zip(edges, edges[1:]), 1) for _ in range(a, b)]
-    assert train_gpt.planned_tokens(cfg) == cfg.train_batch_tokens * sum(found)
+    assert plan.planned_tokens(cfg) == cfg.train_batch_tokens * sum(found)
     assert cfg.preset == "gpt2" or edges[-2] == iterations

@@ -9,7 +9,8 @@ import train_gpt
 from helpers import look
 from tools.run import proxy
 from tools.run.proxy import PROXIES, expand_proxy
-from train_gpt import Refused, horizon_weights, load_config, planned_tokens, preset_config
+from tools.run.plan import planned_tokens
+from train_gpt import Refused, horizon_weights, load_config, preset_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = {"DEVICE": "cpu"}

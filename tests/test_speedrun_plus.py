@@ -26,7 +26,7 @@ SMALL = dict(
 
 def small(**settings):
     cfg = replace(preset_config("speedrun_plus"), **SMALL | settings)
-    train_gpt.check_config(cfg)
+    cfg.check()
     return cfg
 
 
@@ -209,7 +209,7 @@ def test_the_stages():
     for stage in cfg.stages():
         windows = cfg.windows(stage, stage.row_tokens)
         found.append((stage.first_step, stage.batch_tokens, stage.row_tokens, stage.doc_len, stage.window,
-                      windows["short_window"], cfg.loss_weights(stage.begins)))
+                      windows["S"], cfg.loss_weights(stage.begins)))
     assert found == [
         (0, 131072, 16384, 896, 384, 128, [1, 0.5, 0.25, 0.25]),
         (423, 262144, 32768, 2048, 896, 384, [1, 0.5, 0.25]),

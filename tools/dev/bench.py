@@ -144,7 +144,8 @@ def flops_per_token(cfg: Any, stage: Stage | None = None, trainer: ModuleType = 
 
 def windows_of(cfg: Any, stage: Stage) -> dict[str, int]:
     """{name: tokens that a token sees}; {} for a recipe without windows."""
-    return cfg.windows(stage, stage.row_tokens) if hasattr(cfg, "windows") else {}
+    from tools.run import plan
+    return plan.windows_of(cfg, stage, stage.row_tokens)
 
 
 def peak_flops(team: Team) -> float:
@@ -515,8 +516,8 @@ def parts_of(run: Run, stage: Stage,
     with_mlp = [block for block in model.blocks if block.fc is not None]
     if with_mlp:
         passes = len(with_mlp)
-        if hasattr(cfg, "layers"):  # some layers may run several times
-            passes = sum([layer.passes for layer in cfg.layers(stage) if layer.mlp_mult])
+        if hasattr(cfg, "layer_order"):  # some layers run several times
+            passes = len(cfg.layer_order(stage))
         weights_of_mlp = [with_mlp[0].fc, with_mlp[0].mlp_proj]
         found["MLP"].append((passes, both(mlp, [h, *weights_of_mlp], [])))
     return found

@@ -11,7 +11,7 @@ ROOT = HERE.parent.parent
 if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
     sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
 import train_gpt  # noqa: E402
-from tools.run.plan import H100_FLOPS, flops_per_token  # noqa: E402
+from tools.run.plan import H100_FLOPS, flops_per_token, planned_tokens  # noqa: E402
 
 DEPTHS = range(4, 33, 4)
 VOCABULARY = "--vocab-size=32768"   # unless a flag says otherwise
@@ -23,7 +23,7 @@ def rows(flags: list[str], env: Mapping[str, str]) -> Iterator[str]:
     for depth in DEPTHS:
         with suppress(train_gpt.Refused):
             cfg: Any = train_gpt.load_config(env, ["--preset=gpt2", VOCABULARY, *flags, f"--depth={depth}"])
-            tokens = train_gpt.planned_tokens(cfg)
+            tokens = planned_tokens(cfg)
             each = flops_per_token(cfg)
             hours = each * tokens / (8 * H100_FLOPS * MFU) / 3600
             yield (f"depth:{depth} parameters:{train_gpt.parameter_counts(cfg).total()} "

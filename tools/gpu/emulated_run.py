@@ -224,7 +224,9 @@ def compare_stage(where: str, machines: list[Machine], stage: Stage, say: Say) -
     wanted = exact.step(tokens, stage)
     eager = plain.step(tokens, stage)
     got = gpu.step(tokens, stage)
-    fp8 = hasattr(gpu.cfg, "fp8_part") and gpu.cfg.fp8_part(True) != "off"
+    from tools.run import plan
+
+    fp8 = plan.fp8_part(gpu.cfg, True) != "off"
     allowed = allowed_errors(wanted, eager, fp8)
     parts = {name: error(got[name], wanted[name]) / most for name, most in allowed.items()}
     worst = max(parts, key=lambda name: parts[name])

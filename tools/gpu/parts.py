@@ -345,7 +345,7 @@ def random_tokens(run: Run, stage: Stage) -> Tensor:
     tokens = torch.randint(2, run.cfg.vocab_size, (rows, stage.row_tokens), device=device, generator=draw)
     begins = torch.rand(tokens.shape, device=device, generator=draw) < 1 / 700
     begins[:, 0] = True
-    limit = run.cfg.document_limit() if hasattr(run.cfg, "document_limit") else 0
+    limit = vars(run.cfg).get("max_doc_len", 0)
     if limit:
         place = torch.arange(stage.row_tokens, device=device)
         first = torch.where(begins, place, 0).cummax(1).values  # of the document

@@ -354,16 +354,23 @@ def window_pairs(trainer: ModuleType, cfg: Config, stage: Stage, document: int =
     T = stage.row_tokens
     unit = 128
     pairs = 0
-    if not hasattr(cfg, "layers"):  # full attention, which torch computes
+    if not hasattr(cfg, "windows"):  # full attention, which torch computes
         return 0
-    for layer in cfg.layers(stage):
-        if layer.window and (layer.window < T - 1 or cfg.document_limit()):
+    from tools.run import plan
+
+    for layer in cfg.layers(stage) if older(trainer) else plan.layers_of(cfg, stage):
+        if layer.window and (layer.window < T - 1 or in_documents(cfg)):
             firsts = [max(0, (q * unit - layer.window) // unit) for q in range(T // unit)]
             if document:
                 begins = [q * unit // document * document // unit for q in range(T // unit)]
                 firsts = [max(pair) for pair in zip(firsts, begins)]
             pairs += unit * unit * sum(q - first + 1 for q, first in enumerate(firsts))
     return pairs
+
+
+def in_documents(cfg: Config) -> bool:
+    """Does attention stay within documents?"""
+    return bool(vars(cfg).get("max_doc_len", 0))
 
 
 def older(trainer: ModuleType) -> bool:
@@ -386,7 +393,10 @@ def memory_plan(trainer: ModuleType, cfg: Config, team: Team) -> tuple[int, int]
 
 def windows_of(cfg: Config, stage: Stage, T: int) -> dict[str, int]:
     """{name: tokens that a token sees} in rows of T; {}: all in every layer."""
-    return cfg.windows(stage, T) if hasattr(cfg, "windows") else {}
+    if not hasattr(cfg, "windows"):
+        return {}
+    sizes = cfg.windows(stage, T)
+    return sizes if "long_window" in sizes else dict(long_window=sizes["L"], short_window=sizes["S"])
 
 
 class Subject:
@@ -531,8 +541,7 @@ class Subject:
         H = cfg.num_heads
         flops = 3.5 * 4 * D * H * rows * every
         flex = flops * window_pairs(self.trainer, cfg, stage)
-        in_documents = hasattr(cfg, "document_limit") and cfg.document_limit()
-        document = kernel_costs.DOCUMENT if in_documents else 0
+        document = kernel_costs.DOCUMENT if in_documents(cfg) else 0
         seen = flops * window_pairs(self.trainer, cfg, stage, document)
         found = figures(lines, flex, eager, every)
         if run.team.device.type == "cuda" and os.environ.get("STATIC_NAME") == CARDS["h100"].name:

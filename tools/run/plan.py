@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,8 +14,8 @@ import train_gpt
 from tools.run import cards
 from tools.run.machine import Machine
 from train_gpt import (
-    Config, Layer, Stage, Staged, horizon_weights, kind_of, packed_tensors,
-    parameter_counts, parse_value, planned_tokens, rows_at_once, stage_at, total_steps)
+    Config, Stage, Tiny, horizon_weights, kind_of, looped_order, packed_tensors, parameter_counts,
+    parse_value, per_layer, rows_at_once, stage_at, total_steps)
 
 CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (docs/log.md)
 H100_FLOPS = 989.4e12  # peak bf16 FLOP/s of an H100 or H200
@@ -33,29 +33,75 @@ ENTRY_BYTES = 64  # a tensor's name and place, compressed
 # Bytes of trained weights / bytes of random normal ones: 0.9961 in golf's public log, 0.9963 to 0.9967 in
 # five of golf_plus
 TRAINED_PART = 0.9965
-STAGE_COLUMNS = ("doc_len", "loops", "next_losses", "prefix_loss")  # in the table if they differ
+STAGE_COLUMNS = ("doc_len", "loops", "next_weights", "prefix_weights")  # in the table if they differ
 
 
-# ---------------------------------------------------------------- what a recipe says about its cost
+# ---------------------------------------------------------------- what a recipe costs
+class Layer(NamedTuple):
+    """What one layer costs."""
+    window: int     # tokens that a token sees; 0: no attention
+    mlp_mult: float     # MLP width / model_dim; 0: no MLP
+    passes: int     # how often it runs
+
+
 def layers_of(cfg: Any, stage: Stage | None = None) -> list[Layer]:
-    """What each layer costs. A recipe without stages of its own has full attention and an MLP in each."""
-    if hasattr(cfg, "layers"):
-        return cfg.layers(stage)
-    return [Layer(cfg.train_seq_len, cfg.mlp_mult)] * cfg.num_layers
+    """What each layer costs in a stage; None: in the last one."""
+    stage = stage or cfg.stages()[-1]
+    seen = dict.fromkeys("LS", stage.row_tokens) | {"-": 0, "0": 0}
+    if hasattr(cfg, "windows"):
+        seen |= cfg.windows(stage, stage.row_tokens)
+    seen["P"] = seen["S"]
+    kinds = per_layer(vars(cfg).get("window_pattern", "L"), cfg.num_layers)
+    order = [*range(cfg.num_layers)]
+    if hasattr(stage, "loops"):
+        order = looped_order(cfg.num_layers, cfg.loop_layers, stage.loops)
+    return [Layer(seen[kind], 0 if kind == "0" else cfg.mlp_mult, order.count(i))
+            for i, kind in enumerate(kinds)]
 
 
 def windows_of(cfg: Any, stage: Stage | None, T: int) -> dict[str, int]:
-    """{name: tokens that a token sees} in rows of T, where that may be fewer than all. stage None: in
-    scoring."""
-    return cfg.windows(stage, T) if hasattr(cfg, "windows") else {}
+    """{long_window, short_window: tokens that a token sees} in rows of T; {}: all before it. stage None: in
+    final scores."""
+    if not hasattr(cfg, "windows"):
+        return {}
+    sizes = cfg.windows(stage, T)
+    return dict(long_window=sizes["L"], short_window=sizes["S"])
 
 
 def flops_per_token(cfg: Any, stage: Stage | None = None) -> float:
-    """train_gpt.flops_per_token(), also for a recipe without stages of its own."""
-    if hasattr(cfg, "layers"):
-        return train_gpt.flops_per_token(cfg, stage)
-    keys = sum([layer.window for layer in layers_of(cfg)])
-    return 6 * (horizon_weights(cfg) + 2 * cfg.model_dim * keys)
+    """Training matmul FLOPs as PaLM counts them (arXiv:2204.02311): 6 per weight, plus 12 * width * window
+    per layer. A layer that runs several times counts each time, averaged over the stages. stage: the one
+    whose windows count; None: the last."""
+    keys = sum([layer.window for layer in layers_of(cfg, stage)])
+    passes = [sum([layer.passes for layer in layers_of(cfg, row)]) for row in cfg.stages()]
+    again = sum(passes) / len(passes) / cfg.num_layers
+    head = cfg.vocab_size * cfg.model_dim
+    return 6 * (head + again * (horizon_weights(cfg) - head + 2 * cfg.model_dim * keys))
+
+
+def planned_tokens(cfg: Any) -> int:
+    """Training tokens of all steps, if no cap on time ends the run."""
+    table = cfg.stages()
+    ends = [stage.first_step for stage in table[1:]] + [total_steps(cfg)]
+    return sum([(end - stage.first_step) * stage.batch_tokens for stage, end in zip(table, ends)])
+
+
+def fp8_part(cfg: Any, on_gpu: bool) -> str:
+    """Which products of training are in fp8: off, head or all. Raises Refused."""
+    if not hasattr(cfg, "fp8"):
+        return "off"
+    constants = vars(cfg)
+    further = [2 * cfg.num_heads * cfg.qk_dim, cfg.mlp_mult * cfg.model_dim] if "qk_dim" in constants else []
+    part = train_gpt.fp8_part(cfg, on_gpu, further=further)
+    all_of_it = constants.get("fp8_qkv", True) and constants.get("fp8_mlp", True)
+    return "head" if part == "all" and not all_of_it else part
+
+
+def counted_bytes(cfg: Any) -> int:
+    """Bytes of the tables of n-grams that tiny counts; its lists grow with the text. 0 in other recipes."""
+    if not isinstance(cfg, Tiny):
+        return 0
+    return 4 * len(cfg.counted_orders() + cfg.counted_words()) << cfg.count_bits
 
 
 def mfu(result: Mapping[str, Any]) -> str:
@@ -91,11 +137,7 @@ def step_memory(cfg: Any, machine: Machine, sequences: int) -> int:
     counts = parameter_counts(cfg)
     width = machine.dtype.itemsize
     stages = cfg.stages()
-    fp8 = "off"
-    state = 0
-    if isinstance(cfg, Staged):
-        fp8 = cfg.fp8_part(machine.on_gpu)
-        state = cfg.state_bytes()
+    fp8 = fp8_part(cfg, machine.on_gpu)
     longest = max([stage.row_tokens for stage in stages]) // cfg.train_seq_len
     tokens = max(sequences, longest if sequences else 0) * cfg.train_seq_len
     # 1. weights as the model reads them, gradients and their sums; the share of gradients, masters, moments.
@@ -122,7 +164,7 @@ def step_memory(cfg: Any, machine: Machine, sequences: int) -> int:
         per_logit = width
     else:
         per_logit = width + 1
-    return int(held + state + tokens * (width * kept + per_logit * cfg.vocab_size))
+    return int(held + counted_bytes(cfg) + tokens * (width * kept + per_logit * cfg.vocab_size))
 
 
 def micro_batch(cfg: Any, machine: Machine) -> int:
@@ -203,7 +245,7 @@ def full_disk(cfg: Any, folder: Path) -> str:
 def planned_bytes(cfg: Any) -> int | None:
     """Estimates the artifact's bytes by compressing about 65,536 random normal weights per kind and shape;
     trained ones take TRAINED_PART of that. None if the artifact also holds the training text."""
-    if isinstance(cfg, Staged) and cfg.state_bytes():
+    if counted_bytes(cfg):
         return None
     table = cfg.parameter_table()
     generator = torch.Generator().manual_seed(0)
@@ -304,6 +346,14 @@ def warmdown_text(cfg: Config) -> str:
     return f"in the last {constants.get('warmdown_frac', 0):.0%} of {whole} lr_factor falls to {floor:g}"
 
 
+def weights_text(value: Any) -> str:
+    """A column of a stage; loss weights as 1,0.5,0.25:0, where 0.25:0 falls from 0.25 to 0."""
+    if not isinstance(value, tuple):
+        return str(value)
+    pairs = value if isinstance(value[0], tuple) else (value,)
+    return ",".join([f"{first:g}" if first == last else f"{first:g}:{last:g}" for first, last in pairs])
+
+
 def stage_lines(cfg: Any) -> Iterator[str]:
     """Yields the table of stages, with a row wherever a column changes; steps assume no time cap."""
     last = total_steps(cfg)
@@ -322,7 +372,7 @@ def stage_lines(cfg: Any) -> Iterator[str]:
             line += f" {size:{len(name)}}"
         line += f" {lr:9.4f}"
         for name in more:
-            line += f" {str(getattr(stage, name)).replace(' ', ','):>{len(name)}}"
+            line += f" {weights_text(getattr(stage, name)):>{len(name)}}"
         yield line
     yield f"warmdown: {warmdown_text(cfg)}"
     context = cfg.eval_context or T

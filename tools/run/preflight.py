@@ -29,10 +29,10 @@ from tools.run.dataset import Log, check_dataset, command, command_for, has_shar
 from tools.run.machine import find_machine  # noqa: E402
 from tools.run.names import check_variables, trainer_flags  # noqa: E402
 from tools.run.plan import (  # noqa: E402
-    full_disk, left_out, micro_batch, plan_lines, slow_machine, slow_sliding)
+    full_disk, left_out, micro_batch, plan_lines, planned_tokens, slow_machine, slow_sliding)
 from tools.run.script import script  # noqa: E402
 from train_gpt import (  # noqa: E402
-    RESUME_FREE, Data, Loader, Refused, brief, check_same_data, planned_tokens, preset_config, read_file,
+    RESUME_FREE, Data, Loader, Refused, brief, check_same_data, preset_config, read_file,
     recipe_of, require, script_source, typed)
 
 GUESSED_VOCABULARY = 1024  # of a plan without data, for a recipe that does not name its own
@@ -243,6 +243,9 @@ def check_stream(cfg: Any, data: Data, machine: Any, log: Log) -> None:
     most = Loader(cfg, data, machine, log).most_tokens
     needed = planned_tokens(cfg)
     if needed > most and not cfg.eval_from:
+        require(cfg.max_wallclock_seconds,
+                f"{needed} train tokens are needed, max_epochs={cfg.max_epochs} of {most // cfg.max_epochs} "
+                "allowed")
         log(f"warning: max_epochs={cfg.max_epochs} of this text are {most} tokens, all steps take {needed}: "
             "the run ends there unless the cap ends it first")
 

@@ -35,10 +35,11 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 
 import train_gpt  # noqa: E402
+from tools.run.plan import planned_tokens  # noqa: E402
 from train_gpt import (  # noqa: E402
     CHANNELS_PER_LAYER, GPT2, HEAD_DIM, REFERENCE_WIDTH, Config, GPT2Plus, Golf, GolfPlus, Refused, Schedule,
     Speedrun, SpeedrunPlus, Team, horizon_weights, init_parameters, load_config,
-    planned_tokens, preset_config, read_text, show, total_steps, train_step, typed)
+    preset_config, read_text, show, total_steps, train_step, typed)
 
 PROXY_DATA = "data/datasets/embedded"  # any prepared text will do
 PROXY_STEPS = 0.25  # steps of a proxy / steps of its recipe, at any width
