@@ -103,7 +103,7 @@ class Config:
         parameter_table() -> {kind: Row}, one row for each kind of parameter
         packer(data, loader), whose plan() says which tokens make a row: see Spans
         make_model() or make_model(kernels) -> Model, its parameters not yet filled
-        muon_step(state, hyper) and adam_step(state, hyper): update weights and moments in place
+        muon_step(state) and adam_step(state): update weights and moments in place
         schedule(step, progress) -> Schedule: learning rate, momentum and decay of a step
         quantize(row, w, ...) -> int8 (R, C) and fp16 scales (R,) of a matrix (R, C)
 
@@ -176,10 +176,6 @@ class Config:
         by_seconds = seconds / (self.max_wallclock_seconds or math.inf)
         return min(1.0, max(step / total_steps(self), by_seconds))
 
-    def scoring_window(self) -> int:
-        """How many earlier tokens a token sees in long layers in evaluation; 0: all."""
-        return 0
-
     def evaluations(self, step: int | None = None) -> list[Callable]:
         """Further scores that are due at this step; None: at the end. Each is a function of (model, cfg,
         data, team, log) that returns its part of the result."""
@@ -231,11 +227,9 @@ def typed(env: Mapping[str, str], argv: Sequence[str] = ()) -> tuple[str, dict[s
 def described(f: Field) -> str:
     """A constant's line in --help."""
     limits = f.metadata
-    allowed = f"{limits['least']:g} to {limits['most']:g}"
-    if isinstance(f.default, bool):
-        allowed = "0 or 1"
-    elif isinstance(f.default, str):
-        allowed = " | ".join(limits["choices"]) or "text"
+    by_type = {bool: "0 or 1", str: "text"}
+    numbers = f"{limits['least']:g} to {limits['most']:g}"
+    allowed = " | ".join(limits["choices"]) or by_type.get(type(f.default), numbers)
     return f"{limits['doc']} ({allowed}) [{show(f.default)}]".replace("%", "%%")
 
 def recipe_of(preset: str) -> Any:
@@ -368,8 +362,7 @@ def softcap(logits: Tensor, cap: float, shift: float = 0.0, width: float = 0.0) 
     # not + shift: Inductor may turn an added float into a bias tensor on the CPU, which GPUs refuse
     return cap * torch.tanh((logits - -shift) / (width or cap))
 
-def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, linear: Kernel = linear,
-            weights: Tensor | None = None) -> Tensor:
+def lm_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, weights: Tensor | None = None) -> Tensor:
     """Mean cross-entropy in nats. x (B, T, C), head (V, C), targets (B, T). cap: the arguments of
     softcap() after logits. With weights (n,) each token has n targets (B, T, n), -1 meaning none, and its
     loss is their weighted sum."""
@@ -388,7 +381,6 @@ def plain_window(window: int, T: int, device: torch.device, by_document: bool = 
 class Kernels:
     """Functions of a model that have faster versions; these are the readable ones."""
     linear: Kernel = linear  # in the blocks
-    head_linear: Callable = linear
     loss: Callable = lm_loss
     attention: Callable = causal_attention
 
@@ -520,17 +512,16 @@ class Model(nn.Module):
     """The interface of a recipe's model. Subclasses also set cfg (the recipe's constants), embed and head
     ((V, C); the same parameter if tied) and blocks."""
     trained_on: dict | None = None  # what identifies its data, see check_same_data(); None: unknown
+    # context(T, device, dtype=torch.float32, stage=None): what the forward pass needs besides tokens (B, T)
+    # and weights, with activations of this dtype, in training or scoring as in this stage; None: in final
+    # scores. hidden(tokens, context): last activations, normalized (B, T, C).
+    context: Callable
+    hidden: Callable
 
     def use(self, kernels: Kernels) -> None:
         """From now on the model computes with these kernels."""
         for module in (self, *self.blocks):
             module.kernels = kernels
-
-    def context(self, T: int, device: torch.device, dtype: torch.dtype = torch.float32,
-                stage: Any = None) -> Any:
-        """What the forward pass needs besides tokens (B, T) and weights, in training or in scoring as in this
-        stage; None: in final scores. dtype: of activations."""
-        raise NotImplementedError
 
     def compiled_hidden(self) -> Callable:
         """hidden() for scoring, compiled."""
@@ -538,10 +529,6 @@ class Model(nn.Module):
 
     def update_context(self, context: Any, progress: float) -> None:
         """Writes what changes at every step into a context, without waiting for the device."""
-
-    def hidden(self, tokens: Tensor, context: Any) -> Tensor:
-        """tokens (B, T) -> last activations, normalized (B, T, C)."""
-        raise NotImplementedError
 
     def cap(self) -> tuple:
         """cap, shift and width of softcap()."""
@@ -554,7 +541,7 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, context: Any) -> Tensor:
         """tokens and targets (B, T) -> mean training loss in nats."""
         x = self.hidden(tokens, context)
-        return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear)
+        return self.kernels.loss(x, self.head, targets, self.cap())
 
     def candidates(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """Further inputs of a training step on tokens and targets (B, T), each with B rows."""
@@ -692,54 +679,45 @@ def by_kind(rows: list[Row]) -> dict[str, Row]:
     return {row.kind: row for row in rows}
 
 class UpdateState(NamedTuple):
-    """The tensors of an update rule: for Muon matrices (N, R, C), for Adam of any one shape. The rule changes
-    all but grad."""
-    p: Tensor  # weights, fp32
+    """What an update rule gets of a bank: tensors, of which it changes all but grad, and hyperparameters,
+    0-dim where they change from step to step, so that one compiled graph serves all steps."""
+    p: Tensor  # weights, fp32; Muon: matrices (N, R, C), Adam: any one shape
     grad: Tensor  # to be multiplied by grad_scale
     first: Tensor  # Muon's momentum buffer, Adam's first moment
     second: Tensor  # NorMuon's mean squares (N, R, 1) or (N, 1, C), Adam's second moment
-
-class MuonHyper(NamedTuple):
-    """Hyperparameters of a step, 0-dim, so that one compiled graph serves all steps."""
     grad_scale: Tensor
-    momentum: Tensor
     lr: Tensor
     decay: Tensor
-    dtype: torch.dtype  # for the matrix products
+    momentum: Tensor  # Muon
+    step: Tensor  # Adam: counts from 1
+    dtype: torch.dtype = torch.float32  # Muon: of the matrix products
+    beta1: float = 0.0  # Adam
+    beta2: float = 0.0  # Adam
+    eps: float = 0.0  # Adam
 
-class AdamHyper(NamedTuple):
-    """The same for Adam; those that never change are numbers."""
-    grad_scale: Tensor
-    step: Tensor  # counts from 1
-    lr: Tensor
-    decay: Tensor | None  # None where the parameter table has 0
-    beta1: float
-    beta2: float
-    eps: float
-
-def nesterov_of_mean(state: UpdateState, hyper: MuonHyper) -> Tensor:
+def nesterov_of_mean(state: UpdateState) -> Tensor:
     """Nesterov momentum (N, R, C); the first moment, a running mean of gradients, changes in place."""
-    grad = state.grad.to(state.p.dtype) * hyper.grad_scale
-    state.first.lerp_(grad, 1 - hyper.momentum)
-    return grad.lerp(state.first, hyper.momentum)
+    grad = state.grad.to(state.p.dtype) * state.grad_scale
+    state.first.lerp_(grad, 1 - state.momentum)
+    return grad.lerp(state.first, state.momentum)
 
 def cautious_decay(p: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
     """Weight decay, only where the update shrinks the weight as well (arXiv:2411.16085). p (N, R, C) changes
     in place."""
     p.sub_(lr * decay * p * (p * update >= 0))
 
-def adam_moments(state: UpdateState, hyper: AdamHyper) -> None:
+def adam_moments(state: UpdateState) -> None:
     """Takes the gradient into both moments, which are running means."""
-    grad = state.grad.to(state.p.dtype) * hyper.grad_scale
-    state.first.lerp_(grad, 1 - hyper.beta1)
-    state.second.lerp_(grad.square(), 1 - hyper.beta2)
+    grad = state.grad.to(state.p.dtype) * state.grad_scale
+    state.first.lerp_(grad, 1 - state.beta1)
+    state.second.lerp_(grad.square(), 1 - state.beta2)
 
-def adam_update(state: UpdateState, hyper: AdamHyper) -> Tensor:
+def adam_update(state: UpdateState) -> Tensor:
     """Adam's update (arXiv:1412.6980) before the learning rate. As in torch, eps is added to the root of the
     corrected second moment. The moments change in place."""
-    adam_moments(state, hyper)
-    root = (state.second / (1 - hyper.beta2**hyper.step)).sqrt() + hyper.eps
-    return state.first / (1 - hyper.beta1**hyper.step) / root
+    adam_moments(state)
+    root = (state.second / (1 - state.beta2**state.step)).sqrt() + state.eps
+    return state.first / (1 - state.beta1**state.step) / root
 
 class Bank:
     """All parameters with one update rule, as views of one flat buffer, so that one collective serves them
@@ -823,8 +801,6 @@ class Bank:
 
     def reduce(self) -> "dist.Work | None":
         """Starts to sum this rank's share of the gradients over ranks, in the dtype of data."""
-        if self.fresh:  # nothing was added since the last update
-            self.grad.zero_()
         if self.world_size == 1:
             self.my_grad = self.share(self.grad)
             return None
@@ -864,11 +840,9 @@ class Optimizer:
 
     def add(self, gradients: Sequence[Tensor], micro_steps: int) -> None:
         """backward() for gradients that are already computed: one per parameter, in the order of params."""
-        place = 0
+        left = iter(gradients)
         for bank in self.banks:
-            end = place + len(bank.names)
-            bank.add(gradients[place:end], micro_steps)
-            place = end
+            bank.add([next(left) for _ in bank.names], micro_steps)
 
     @torch.no_grad()
     def step(self, schedule: "Schedule") -> None:
@@ -894,11 +868,8 @@ class Optimizer:
         for bank, job in zip(banks, jobs):
             if job:
                 job.wait()
-            state = UpdateState(bank.master, bank.my_grad, *bank.state[:2])
-            if bank.row.optimizer == "muon":
-                self.muon_step(state, self.muon_hyper(bank, grad_scale, schedule))
-            else:
-                self.adam_step(state, self.adam_hyper(bank, grad_scale, schedule))
+            rule = self.muon_step if bank.row.optimizer == "muon" else self.adam_step
+            rule(self.update_state(bank, grad_scale, schedule))
             if bank.master is not bank.my_data:
                 bank.my_data.copy_(bank.master)
             bank.fresh = True
@@ -907,24 +878,22 @@ class Optimizer:
         for gather in gathers:
             gather.wait()
 
-    def muon_hyper(self, bank: Bank, grad_scale: float | Tensor, schedule: "Schedule") -> MuonHyper:
-        """For a bank of matrices. A tall one gets a higher learning rate, so its rows move as far as those of
-        a square one."""
-        R, C = bank.unit
-        lr = bank.row.lr * schedule.lr * max(1, R / C) ** 0.5
-        decay = bank.row.decay * schedule.decay
-        numbers = map(torch.as_tensor, (grad_scale, schedule.momentum, lr, decay))
-        return MuonHyper(*numbers, dtype=self.muon_dtype)
-
-    def adam_hyper(self, bank: Bank, grad_scale: float | Tensor, schedule: "Schedule") -> AdamHyper:
-        """For a bank that Adam updates, whose updates its step counts."""
+    def update_state(self, bank: Bank, grad_scale: float | Tensor, schedule: "Schedule") -> UpdateState:
+        """What the rule of this bank gets. A tall matrix gets a higher learning rate, so its rows move as far
+        as those of a square one. Adam counts the updates of the bank as steps."""
         row = bank.row
-        decay = None
-        if row.decay:
-            decay = torch.as_tensor(row.decay * schedule.lr if row.decay_with_lr else row.decay)
+        lr = row.lr * schedule.lr
+        decay = row.decay
+        if row.optimizer == "muon":
+            R, C = bank.unit
+            lr *= max(1, R / C) ** 0.5
+            decay *= schedule.decay
+        elif row.decay_with_lr:
+            decay *= schedule.lr
         updates = float(self.step_count // row.every)
-        numbers = map(torch.as_tensor, (grad_scale, updates, row.lr * schedule.lr))
-        return AdamHyper(*numbers, decay=decay, beta1=row.beta1, beta2=row.beta2, eps=row.eps)
+        numbers = [torch.as_tensor(n) for n in (grad_scale, lr, decay, schedule.momentum, updates)]
+        return UpdateState(bank.master, bank.my_grad, *bank.state[:2], *numbers, dtype=self.muon_dtype,
+                           beta1=row.beta1, beta2=row.beta2, eps=row.eps)
 
     def begin(self, values: dict[str, Tensor]) -> None:
         """Starts anew from these weights, {name: fp32}."""
@@ -1289,8 +1258,8 @@ def evaluate(model: Model, cfg: Config, data: Data, team: "Team", stage: Stage |
     those of evaluation."""
     tokens = data.val[:1 + (cfg.val_tokens or len(data.val))]
     nats = plain_nats(model, cfg, tokens, team, stage)
-    sums = all_reduce(torch.from_numpy(np.array([nats.sum(), nats[tokens != data.bos].sum()])))
-    total, without_bos = sums.tolist()
+    sums = torch.from_numpy(np.array([nats.sum(), nats[tokens != data.bos].sum()]))
+    total, without_bos = all_reduce(sums).tolist()
     val_loss = total / (len(tokens) - 1)
     if not data.val_bytes or len(tokens) < len(data.val):
         return Score(val_loss, None, None)
@@ -1344,8 +1313,7 @@ def plain_nats(model: Model, cfg: Config, tokens: np.ndarray, team: "Team", stag
         targets = torch.from_numpy(ids[:, 1:][scored]).to(team.device)
         x = hidden(torch.from_numpy(ids[:, :-1].copy()).to(team.device), context).flatten(0, 1)[places]
         at_once = MAX_SCORES // cfg.vocab_size
-        parts = zip(x.split(at_once), targets.split(at_once))
-        found = [score(model, part, its_targets) for part, its_targets in parts]
+        found = [score(model, *part) for part in zip(x.split(at_once), targets.split(at_once))]
         where = np.concatenate([np.arange(first, last + 1) for _, first, last in here])
         nats[where] = torch.cat(found).cpu()
     return nats
@@ -1540,7 +1508,6 @@ def restore_run(run: "Run", checkpoint: dict[str, Any]) -> None:
 FLEX_BLOCK = 128  # tokens that flex attention computes or skips together
 FLEX_OPTIONS: dict = {}  # its kernel_options, such as USE_TMA=True: ./run.sh gpu-report times them
 E4M3_MAX = 448  # the largest number of float8_e4m3fn
-CPU_KERNEL_TOKENS = 1024  # longest rows of cpu_kernel()
 MOST_FUSED_CAP = 50  # logits up to this softcap need no maximum subtracted before exp
 # Smaller vocabularies take the loss that Inductor generates: for golf's 49,152 x 1,024 logits on an H100 it
 # took 0.92 ms, and loss_kernel 1.15. No other vocabulary was timed both ways.
@@ -1588,39 +1555,15 @@ def fp8_gradients(grad: Tensor, kept: Sequence, scale: float | None,
         grad_t = grad.t()
     return scaled_mm(grad, w.t(), scale_g, scale_w), scaled_mm(grad_t, x.t(), scale_g, scale_x)
 
-class Fp8Linear(torch.autograd.Function):
-    """linear() of x (N, K) and weight (M, K) by the two functions above. scales: of x, weight and the
-    output's gradient; None: by its maximum."""
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, scales: Scales) -> Tensor:
-        y, kept = fp8_product(x, weight, scales[:2])
-        ctx.save_for_backward(*kept)
-        ctx.grad_scale = scales[2]
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        dx, dw = fp8_gradients(grad, ctx.saved_tensors, ctx.grad_scale)
-        return dx.to(grad.dtype), dw.float(), None
-
-def fp8_linear(x: Tensor, weight: Tensor, scales: Scales = (None, None, None)) -> Tensor:
-    """linear() in fp8; without gradients, as in scoring, linear() itself."""
-    if not torch.is_grad_enabled():
-        return linear(x, weight)
-    return Fp8Linear.apply(x.flatten(0, -2), weight, scales).to(x.dtype).view(*x.shape[:-1], len(weight))
-
 # Largest magnitudes of lm_head's input, weight and gradient in fp8; the gradient is that of a summed loss. 0:
 # the largest possible in a row with rms 1. None: the tensor's own.
 HEAD_MOST = (0.0, 0.875, 1.0)
 
 def head_scales(C: int, tokens: int, most: Scales) -> tuple:
     """The scales that Fp8Linear takes for such a `most`."""
-    most_input, most_weight, most_gradient = most
-    if most_input == 0:
-        most_input = C**0.5
-    scale_input = None if most_input is None else most_input / E4M3_MAX
-    scale_weight = None if most_weight is None else most_weight / E4M3_MAX
-    return scale_input, scale_weight, most_gradient / E4M3_MAX / tokens
+    largest = [C**0.5 if number == 0 else number for number in most]
+    scale_input, scale_weight = [number and number / E4M3_MAX for number in largest[:2]]
+    return scale_input, scale_weight, largest[2] / E4M3_MAX / tokens
 
 def fp8_part(cfg: Any, on_gpu: bool, log: Logger | None = None, further: Sequence[int] = ()) -> str:
     """off, head or all, as cfg.fp8 says; auto-: only on a GPU that has fp8 and if the sizes allow it. log:
@@ -1629,33 +1572,16 @@ def fp8_part(cfg: Any, on_gpu: bool, log: Logger | None = None, further: Sequenc
     capability = torch.cuda.get_device_capability() if on_gpu else None
     able = (capability is None or capability >= (8, 9)) and not any([n % 16 for n in sides])
     able = able and not torch.version.hip  # a ROCm build; AMD's fp8 has other formats
+    able = able and 0 < cfg.logit_softcap <= MOST_FUSED_CAP  # as lm_head's loss in fp8 is fused
     part = cfg.fp8.removeprefix("auto-")
     if part != cfg.fp8 and not (able and on_gpu):
         part = "off"
-    require(able or part == "off", f"fp8={part} needs compute capability 8.9, here {capability}, and "
+    require(able or part == "off",
+            f"fp8={part} needs compute capability 8.9, here {capability}, softcap to {MOST_FUSED_CAP}, and "
             f"multiples of 16: vocab_size, train_seq_len, model_dim, head_dim, others are {sides}")
     if log and cfg.fp8 != "off":
         log(f"fp8: {cfg.fp8} is {part} (it needs compute capability 8.9 and sides that are multiples of 16)")
     return part
-
-def cpu_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
-               scale: float = 1.0, enable_gqa: bool = False) -> Tensor:
-    """scaled_dot_product_attention in compiled steps on a CPU. There, plain products and a fused softmax are
-    faster than torch's kernel, but they hold all weights at once, so long rows stay with torch."""
-    T = q.size(2)
-    K = k.size(2)
-    if T > CPU_KERNEL_TOKENS or not torch.compiler.is_compiling():
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale,
-                                              enable_gqa=enable_gqa)
-    if is_causal:
-        attn_mask = torch.ones(T, K, dtype=torch.bool, device=q.device).tril()
-    if enable_gqa:
-        k = k.repeat_interleave(q.size(1) // k.size(1), 1)
-        v = v.repeat_interleave(q.size(1) // v.size(1), 1)
-    scores = ((q @ k.mT).float() * scale).masked_fill(~attn_mask, -torch.inf)
-    return scores.softmax(-1).to(q.dtype) @ v
-
-cpu_attention = partial(attention, kernel=cpu_kernel)
 
 def gpu_window_mask(window: int | Tensor, T: int, documents: Tensor | None,
                     device: torch.device) -> BlockMask | Tensor | None:
@@ -1754,7 +1680,7 @@ def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | No
 def window_attention(on_gpu: bool, log: Logger) -> dict[str, Callable]:
     """{field of WindowKernels: the fastest function on this device} of attention."""
     if not on_gpu:
-        return dict(attention=cpu_attention)
+        return {}
     log("attention: flex; torch's where every token sees all tokens before it")
     return dict(window=gpu_window, window_mask=gpu_window_mask, attention=gpu_attention)
 
@@ -1901,21 +1827,19 @@ def loss_rows(x: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tenso
         targets = targets[..., None]
     return x.flatten(0, -2), targets.flatten(0, 1), weights
 
-def fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, linear: Kernel,
-               weights: Tensor | None = None, row_losses: RowLosses = row_losses) -> Tensor:
+def fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, weights: Tensor | None = None,
+               row_losses: RowLosses = row_losses) -> Tensor:
     """lm_loss() by FusedLoss in compiled steps; on a CPU it made a step of an older tiny a fifth faster."""
     if not can_fuse(cap):
-        return lm_loss(x, head, targets, cap, linear, weights)
+        return lm_loss(x, head, targets, cap, weights)
     x, targets, weights = loss_rows(x, targets, weights)
     return FusedLoss.apply(x, head, targets, weights, cap, row_losses)
 
-def fp8_fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, linear: Kernel,
-                   weights: Tensor | None = None, row_losses: RowLosses = row_losses,
-                   most: Scales = HEAD_MOST) -> Tensor:
-    """fused_loss() where `linear` is fp8_head, with the same `most`, or fp8_linear, with
-    HEAD_MOST_BY_MAXIMUM."""
-    if not can_fuse(cap):
-        return lm_loss(x, head, targets, cap, linear, weights)
+def fp8_fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, weights: Tensor | None = None,
+                   row_losses: RowLosses = row_losses, most: Scales = HEAD_MOST) -> Tensor:
+    """lm_loss() with lm_head's products in fp8, scaled by `most`; without gradients, lm_loss() itself."""
+    if not torch.is_grad_enabled():
+        return lm_loss(x, head, targets, cap, weights)
     x, targets, weights = loss_rows(x, targets, weights)
     scales = head_scales(x.size(-1), len(x), most)
     return Fp8FusedLoss.apply(x, head, targets, weights, cap, row_losses, scales)
@@ -1925,7 +1849,7 @@ def fast_loss(cfg: Any, on_gpu: bool, loss: Kernel,
     """{"loss": the fastest lm_loss() on this device}, or {} where torch.compile makes it. loss: fused_loss()
     or a version with its signature. row_losses: kernel_losses() if the vocabulary may be large."""
     if on_gpu and not (cfg.triton_kernels and triton):
-        return {}
+        return {} if loss is fused_loss else dict(loss=loss)
     if on_gpu and row_losses and cfg.vocab_size >= LEAST_KERNEL_VOCABULARY:
         loss = partial(loss, row_losses=row_losses)
     return dict(loss=loss)
@@ -1944,9 +1868,9 @@ class Team:
         # 1. the device
         gpus = torch.cuda.device_count()
         wanted = cfg.device != "cpu" and env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-        if wanted and not gpus and subprocess.getoutput("nvidia-smi -L").startswith("GPU "):
-            raise Refused(f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs here: "
-                          "install a build for their driver, or set DEVICE=cpu")
+        require(gpus or not wanted or not subprocess.getoutput("nvidia-smi -L").startswith("GPU "),
+                f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use the GPUs here: install a "
+                "build for their driver, or set DEVICE=cpu")
         self.on_gpu = gpus > 0 if cfg.device == "auto" else cfg.device == "cuda"
         require(not self.on_gpu or local_rank < gpus,
                 f"there is no GPU {local_rank} here, only {gpus}: lower --nproc_per_node or set DEVICE=cpu")
@@ -1978,8 +1902,13 @@ class Team:
                 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
         # 4. the ranks meet
         if self.world_size > 1 and not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self.on_gpu else "gloo",
-                                    timeout=timedelta(seconds=COLLECTIVE_TIMEOUT))
+            if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:  # not where the host's name leads
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            try:
+                dist.init_process_group("cpu:gloo,cuda:nccl" if self.on_gpu else "gloo",
+                                        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT))
+            except (ValueError, RuntimeError) as error:
+                raise Refused(f"the ranks do not find each other ({brief(error)})") from None
 
     def share(self, value: Any) -> Any:
         """Rank 0's object, on every rank."""
@@ -1993,12 +1922,12 @@ class Team:
         of_ranks = [facts] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(of_ranks, facts)
-        for rank, there in enumerate(of_ranks):
-            for name, value in of_ranks[0].items():
-                if there.get(name) != value:
-                    if self.rank:
-                        sys.exit(2)  # rank 0 says why
-                    raise Refused(f"{name} is {there.get(name)} on rank {rank}, {value} on rank 0")
+        other = [f"{name} is {there.get(name)} on rank {rank}, {value} on rank 0"
+                 for rank, there in enumerate(of_ranks)
+                 for name, value in of_ranks[0].items() if there.get(name) != value]
+        if other and self.rank:
+            sys.exit(2)  # rank 0 says why
+        require(not other, "; ".join(other[:1]))
 
 class Log:
     """Lines to rank 0's terminal and, once a run folder is open, to its train.log; events, which are for
@@ -2486,14 +2415,14 @@ def model_to_score(cfg: Any, given: dict[str, Any], team: Team, log: Log) -> tup
     for name, value in given.items():
         require(name not in of_model or value == getattr(cfg, name),
                 f"the model has {name}={show(getattr(cfg, name, ''))}: set the same")
-    model.use(replace(cfg.choose_kernels(team.on_gpu, log), linear=linear, head_linear=linear))
+    model.use(replace(cfg.choose_kernels(team.on_gpu, log), linear=linear))
     return model, cfg
 
 def scoring_settings(cfg: Any) -> dict:
     """What final scores are made of, for the log and result.json."""
     context = cfg.eval_context or cfg.train_seq_len
     return dict(eval_tokens=cfg.val_tokens or "full", eval_context=context,
-                eval_stride=cfg.eval_stride or context, eval_window=cfg.scoring_window() or "full")
+                eval_stride=cfg.eval_stride or context)
 
 def run_once(argv: Sequence[str], env: Mapping, log: Log) -> None:
     """One run: the score of a file, or training."""
@@ -2582,8 +2511,6 @@ def main(argv: Sequence[str], env: Mapping) -> int:
         run_once(argv, env, log)
         if dist.is_initialized():
             dist.destroy_process_group()
-        log.file.close()
-        log.events.close()
         return 0
     except (Exception, KeyboardInterrupt) as error:
         why = explain(error)
@@ -2765,13 +2692,13 @@ class Tiny(Staged):
             scalar("gate_matches",   init="constant", scale=0.0),
         ])
 
-    def muon_step(self, state: UpdateState, hyper: MuonHyper) -> None:
-        update = nesterov_of_mean(state, hyper)
-        update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, hyper.dtype)
-        state.p.sub_(hyper.lr * update)
+    def muon_step(self, state: UpdateState) -> None:
+        update = nesterov_of_mean(state)
+        update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, state.dtype)
+        state.p.sub_(state.lr * update)
 
-    def adam_step(self, state: UpdateState, hyper: AdamHyper) -> None:
-        state.p.sub_(hyper.lr * adam_update(state, hyper))
+    def adam_step(self, state: UpdateState) -> None:
+        state.p.sub_(state.lr * adam_update(state))
 
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the warmdown, then falls linearly to lr_floor."""
@@ -2785,9 +2712,6 @@ class Tiny(Staged):
         short = (window or self.train_seq_len) // 2
         long = window or T
         return dict(L=min(long, T), S=min(T, max(1, short)))
-
-    def scoring_window(self) -> int:
-        return self.stages()[-1].window
 
     def counted_orders(self) -> list[int]:
         return [n for n in self.count_orders if n > 0 and self.memory]
@@ -2809,11 +2733,33 @@ class Tiny(Staged):
         return quantize_by_maximum(w, row.levels // coarser, 0.0)
 
     def choose_kernels(self, on_gpu: bool, log: Logger) -> "TinyKernels":
-        chosen = window_attention(on_gpu, log) | fast_loss(self, on_gpu, fused_loss, kernel_losses)
+        chosen = dict(attention=cpu_attention) | window_attention(on_gpu, log)
+        chosen |= fast_loss(self, on_gpu, fused_loss, kernel_losses)
         return TinyKernels(losses=fused_token_losses, **chosen)
 
     def make_model(self, *kernels: "TinyKernels") -> Model:
         return TinyModel(self, *kernels)
+
+CPU_KERNEL_TOKENS = 1024  # longest rows of cpu_kernel()
+
+def cpu_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
+               scale: float = 1.0, enable_gqa: bool = False) -> Tensor:
+    """scaled_dot_product_attention in compiled steps on a CPU. There, plain products and a fused softmax are
+    faster than torch's kernel, but they hold all weights at once, so long rows stay with torch."""
+    T = q.size(2)
+    K = k.size(2)
+    if T > CPU_KERNEL_TOKENS or not torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale,
+                                              enable_gqa=enable_gqa)
+    if is_causal:
+        attn_mask = torch.ones(T, K, dtype=torch.bool, device=q.device).tril()
+    if enable_gqa:
+        k = k.repeat_interleave(q.size(1) // k.size(1), 1)
+        v = v.repeat_interleave(q.size(1) // v.size(1), 1)
+    scores = ((q @ k.mT).float() * scale).masked_fill(~attn_mask, -torch.inf)
+    return scores.softmax(-1).to(q.dtype) @ v
+
+cpu_attention = partial(attention, kernel=cpu_kernel)
 
 MOST_BIGRAM_VOCAB = 4096  # largest vocab_size for bigram counts: their table takes 128 MiB
 
@@ -3670,7 +3616,7 @@ class TinyModel(CountingModel):
         inputs = inputs or tuple(self.target_inputs(tokens, targets))
         if self.gate_weight is None:
             x = self.activations(tokens, context, *inputs)
-            return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear)
+            return self.kernels.loss(x, self.head, targets, self.cap())
         rows, shares, classes, matches = inputs
         x = self.activations(tokens, context, rows)
         # log-probability of the target
@@ -3685,11 +3631,11 @@ class TinyModel(CountingModel):
         return own_loss - own_loss.detach() - mixture.mean()
 
 # ---------- golf and golf_plus: what both use
-def nesterov_of_sum(state: UpdateState, hyper: MuonHyper) -> Tensor:
+def nesterov_of_sum(state: UpdateState) -> Tensor:
     """Nesterov momentum (N, R, C); the first moment, a decaying sum of gradients, changes in place."""
-    grad = state.grad.to(state.p.dtype) * hyper.grad_scale
-    state.first.mul_(hyper.momentum).add_(grad)
-    return grad + hyper.momentum * state.first
+    grad = state.grad.to(state.p.dtype) * state.grad_scale
+    state.first.mul_(state.momentum).add_(grad)
+    return grad + state.momentum * state.first
 
 class Spans:
     """Rows of a step are cut from consecutive spans of the stream, which run on across shards and start over
@@ -3785,13 +3731,13 @@ class Golf(Config):
             scalar("skip_weights",   init="constant", scale=1.0),
         ])
 
-    def muon_step(self, state: UpdateState, hyper: MuonHyper) -> None:
-        update = nesterov_of_sum(state, hyper)
-        update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, hyper.dtype)
-        state.p.sub_(hyper.lr * update)
+    def muon_step(self, state: UpdateState) -> None:
+        update = nesterov_of_sum(state)
+        update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, state.dtype)
+        state.p.sub_(state.lr * update)
 
-    def adam_step(self, state: UpdateState, hyper: AdamHyper) -> None:
-        state.p.sub_(hyper.lr * adam_update(state, hyper))
+    def adam_step(self, state: UpdateState) -> None:
+        state.p.sub_(state.lr * adam_update(state))
 
     def progress(self, step: int, seconds: float) -> float:
         """With a cap and a warmdown, progress is seconds / cap, as in the public script. So if iterations end
@@ -3816,11 +3762,6 @@ class Golf(Config):
     def make_model(self, *kernels: Kernels) -> Model:
         return GolfModel(self, *kernels)
 
-class GolfContext(NamedTuple):
-    """What the forward pass needs besides tokens and weights."""
-    rope: tuple[Tensor, Tensor]  # cos and sin of every position, each (T, 1, head_dim / 2)
-    dtype: torch.dtype  # of activations
-
 class GolfBlock(nn.Module):
     """Attention and MLP, pre-norm, on a learned mix of the residual stream and the embedding."""
     def __init__(self, cfg: Golf) -> None:
@@ -3840,22 +3781,23 @@ class GolfBlock(nn.Module):
         self.x0_lambda = parameter(C)
         self.layer_scale = parameter(2, C)  # row 0 scales attention's output, row 1 the MLP's
 
-    def forward(self, x: Tensor, x0: Tensor, context: GolfContext) -> Tensor:
-        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream."""
+    def forward(self, x: Tensor, x0: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """x (B, T, C), the residual stream, and x0 (B, T, C), the embedding -> the residual stream. rope:
+        from rope_tables()."""
         embedding = self.x0_lambda.to(x.dtype) * x0
         x = self.resid_lambda.to(x.dtype) * x + embedding
         attn_scale, mlp_scale = self.layer_scale.to(x.dtype)
-        x = x + attn_scale * self.attend(rms_norm(x), context)
+        x = x + attn_scale * self.attend(rms_norm(x), rope)
         return x + mlp_scale * mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)
 
-    def attend(self, h: Tensor, context: GolfContext) -> Tensor:
+    def attend(self, h: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """h (B, T, C), normalized -> what attention adds to the residual stream (B, T, C)."""
         product = self.kernels.linear
         q, k, v = project_heads(h, self.head_dim, product, self.query, self.key, self.value)
         # expanded over tokens, so that one kernel makes the gradients of rms_norm and of the gain
         gain = (self.qk_gain.float() * self.head_dim**-0.5)[:, None].expand(*q.shape[:3], 1)
-        q = rotate((rms_norm(q) * gain).to(k.dtype), *context.rope)
-        k = rotate(rms_norm(k), *context.rope)
+        q = rotate((rms_norm(q) * gain).to(k.dtype), *rope)
+        k = rotate(rms_norm(k), *rope)
         y = attend_heads(q, k, v, None, self.kernels.attention)
         return product(y.flatten(2), self.attn_proj)
 
@@ -3872,13 +3814,14 @@ class GolfModel(Model):
         self.use(kernels)
 
     def context(self, T: int, device: torch.device, dtype: torch.dtype = torch.float32,
-                stage: Stage | None = None) -> GolfContext:
+                stage: Stage | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin of every position, each (T, 1, head_dim / 2), in the dtype of activations."""
         frequencies = rope_spectrum(self.cfg.model_dim // self.cfg.num_heads, self.cfg.rope_base)
-        return GolfContext(rope_tables(T, frequencies, device, dtype), dtype)
+        return rope_tables(T, frequencies, device, dtype)
 
-    def hidden(self, tokens: Tensor, context: GolfContext) -> Tensor:
+    def hidden(self, tokens: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C)."""
-        x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context.dtype))
+        x = x0 = rms_norm(F.embedding(tokens, self.embed).to(context[0].dtype))
         half = len(self.blocks) // 2
         outputs = []
         for block in self.blocks[:half]:
@@ -4050,21 +3993,21 @@ class GolfPlus(Staged):
             scalar("skip_mix",       init="constant", scale=0.0),
         ])
 
-    def muon_step(self, state: UpdateState, hyper: MuonHyper) -> None:
+    def muon_step(self, state: UpdateState) -> None:
         """Muon with decoupled weight decay."""
-        update = nesterov_of_sum(state, hyper)
+        update = nesterov_of_sum(state)
         if self.muon_row_norm:
             update = normalize_rows(update)
-        update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, hyper.dtype)
-        state.p.sub_(hyper.lr * hyper.decay * state.p)  # decoupled (arXiv:1711.05101)
-        state.p.sub_(hyper.lr * update)
+        update = orthogonalize(update, self.muon_backend_steps, NEWTON_SCHULZ, state.dtype)
+        state.p.sub_(state.lr * state.decay * state.p)  # decoupled (arXiv:1711.05101)
+        state.p.sub_(state.lr * update)
 
-    def adam_step(self, state: UpdateState, hyper: AdamHyper) -> None:
+    def adam_step(self, state: UpdateState) -> None:
         """Adam with decoupled weight decay."""
-        update = adam_update(state, hyper)
-        if hyper.decay is not None:
-            update = update + hyper.decay * state.p  # decoupled (arXiv:1711.05101)
-        state.p.sub_(hyper.lr * update)
+        update = adam_update(state)
+        if self.adam_weight_decay:
+            update = update + state.decay * state.p  # decoupled (arXiv:1711.05101)
+        state.p.sub_(state.lr * update)
 
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the last warmdown_frac of the run, then it falls linearly to 0."""
@@ -4494,15 +4437,11 @@ def yarn(frequencies: Tensor, scale: float, old: int, new: int) -> tuple[Tensor,
     kept = old / new + ((turns - 1) / 31).clamp(0, 1) * (1 - old / new)
     return frequencies * kept, scale * (1 + 0.2 * math.log(new / old))
 
-def adam_update_early_eps(state: UpdateState, hyper: AdamHyper) -> Tensor:
+def adam_update_early_eps(state: UpdateState) -> Tensor:
     """adam_update(), but eps is added to the root before the correction (modded-nanogpt)."""
-    adam_moments(state, hyper)
-    root = (state.second.sqrt() + hyper.eps) / (1 - hyper.beta2**hyper.step) ** 0.5
-    return state.first / (1 - hyper.beta1**hyper.step) / root
-
-def fp8_head(x: Tensor, weight: Tensor, most: Scales = HEAD_MOST) -> Tensor:
-    """linear() of lm_head in fp8, by fixed scales."""
-    return fp8_linear(x, weight, head_scales(x.size(-1), x[..., 0].numel(), most))
+    adam_moments(state)
+    root = (state.second.sqrt() + state.eps) / (1 - state.beta2**state.step) ** 0.5
+    return state.first / (1 - state.beta1**state.step) / root
 
 class SpeedrunRecipe(Staged):
     """Methods that speedrun and speedrun_plus share."""
@@ -4673,16 +4612,16 @@ class Speedrun(SpeedrunRecipe):
             scalar("backout",      init="constant", scale=0.5),
         ])
 
-    def muon_step(self, state: UpdateState, hyper: MuonHyper) -> None:
+    def muon_step(self, state: UpdateState) -> None:
         """NorMuon with cautious weight decay."""
-        update = nesterov_of_mean(state, hyper)
-        update = polar_express(update, self.muon_backend_steps, hyper.dtype)
+        update = nesterov_of_mean(state)
+        update = polar_express(update, self.muon_backend_steps, state.dtype)
         update = normuon_scale(update, state.second, self.normuon_beta2)
-        cautious_decay(state.p, update, hyper.lr, hyper.decay)
-        state.p.sub_(hyper.lr * update)
+        cautious_decay(state.p, update, state.lr, state.decay)
+        state.p.sub_(state.lr * update)
 
-    def adam_step(self, state: UpdateState, hyper: AdamHyper) -> None:
-        state.p.sub_(hyper.lr * adam_update_early_eps(state, hyper))
+    def adam_step(self, state: UpdateState) -> None:
+        state.p.sub_(state.lr * adam_update_early_eps(state))
 
     def top_lr(self, progress: float) -> float:
         """LR factor before the warmdown; larger batches allow larger steps."""
@@ -4698,6 +4637,7 @@ class Speedrun(SpeedrunRecipe):
         return Schedule(lr, momentum=self.momentum(step, progress), decay=lr)
 
     def scoring_window(self) -> int:
+        """The long window in final scores, tokens."""
         return self.eval_window or self.stages()[-1].window
 
     def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
@@ -4726,7 +4666,6 @@ class Speedrun(SpeedrunRecipe):
         chosen = window_attention(on_gpu, log)
         loss: Callable = fused_loss
         if fp8_part(self, on_gpu, log) != "off":
-            chosen["head_linear"] = partial(fp8_head, most=self.fp8_head_most)
             loss = partial(fp8_fused_loss, most=self.fp8_head_most)
         return WindowKernels(**chosen, **fast_loss(self, on_gpu, loss, kernel_losses))
 
@@ -5148,20 +5087,20 @@ class SpeedrunPlus(SpeedrunRecipe):
             values["mudd_gate_b2"][half, :len(first)] = first / MUDD_SCALE
         return values
 
-    def muon_step(self, state: UpdateState, hyper: MuonHyper) -> None:
+    def muon_step(self, state: UpdateState) -> None:
         """NorMuon with cautious weight decay."""
-        update = nesterov_of_mean(state, hyper)
-        update = polar_express(update, self.muon_backend_steps, hyper.dtype, self.polar_margin)
+        update = nesterov_of_mean(state)
+        update = polar_express(update, self.muon_backend_steps, state.dtype, self.polar_margin)
         update = normuon_scale(update, state.second, self.normuon_beta2)
-        cautious_decay(state.p, update, hyper.lr, hyper.decay)
-        state.p.sub_(hyper.lr * update)
+        cautious_decay(state.p, update, state.lr, state.decay)
+        state.p.sub_(state.lr * update)
 
-    def adam_step(self, state: UpdateState, hyper: AdamHyper) -> None:
+    def adam_step(self, state: UpdateState) -> None:
         """Adam with cautious weight decay."""
-        update = adam_update_early_eps(state, hyper)
-        if hyper.decay is not None:
-            update = update + hyper.decay * state.p * (update * state.p > 0)
-        state.p.sub_(hyper.lr * update)
+        update = adam_update_early_eps(state)
+        if self.adam_weight_decay:
+            update = update + state.decay * state.p * (update * state.p > 0)
+        state.p.sub_(state.lr * update)
 
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is the stage's factor, blended linearly into lr_floor by the warmdown; weight decay follows."""
@@ -5219,9 +5158,6 @@ class SpeedrunPlus(SpeedrunRecipe):
             pairs.append(stage.prefix_weights)
         return [first + (last - first) * done for first, last in pairs]
 
-    def scoring_window(self) -> int:
-        return self.eval_window
-
     def optimizer(self) -> "type[Optimizer]":
         return SpeedrunPlusOptimizer
 
@@ -5232,7 +5168,6 @@ class SpeedrunPlus(SpeedrunRecipe):
         chosen = window_attention(on_gpu, log)
         loss: Callable = fused_loss
         if fp8 and self.fp8_head:
-            chosen["head_linear"] = partial(fp8_head, most=self.fp8_head_most)
             loss = partial(fp8_fused_loss, most=self.fp8_head_most)
         if fp8 and self.fp8_qkv:
             chosen["qkv"] = fp8_qkv
@@ -5482,8 +5417,7 @@ class SeveralTargets(Model):
         """tokens and targets (B, T) -> mean training loss in nats, on the next targets and their prefixes."""
         x = self.hidden(tokens, context)
         targets = self.targets_of(targets, context)
-        return self.kernels.loss(x, self.head, targets, self.cap(), self.kernels.head_linear,
-                                 context.loss_weights)
+        return self.kernels.loss(x, self.head, targets, self.cap(), context.loss_weights)
 
 class DelayedScales:
     """Delayed scaling for fp8_mlp: each layer's scales come from its amax in the step before; each rank has
@@ -6169,6 +6103,27 @@ def depth_dial(cfg: "GPT2 | GPT2Plus", given: dict[str, Any]) -> Any:
     derived["warmdown_frac"] = round(cfg.warmdown_frac * steps) / steps
     return replace(cfg, **derived | given | {"train_batch_tokens": batch})
 
+class Fp8Linear(torch.autograd.Function):
+    """linear() of x (N, K) and weight (M, K) by the two functions above. scales: of x, weight and the
+    output's gradient; None: by its maximum."""
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, scales: Scales) -> Tensor:
+        y, kept = fp8_product(x, weight, scales[:2])
+        ctx.save_for_backward(*kept)
+        ctx.grad_scale = scales[2]
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        dx, dw = fp8_gradients(grad, ctx.saved_tensors, ctx.grad_scale)
+        return dx.to(grad.dtype), dw.float(), None
+
+def fp8_linear(x: Tensor, weight: Tensor, scales: Scales = (None, None, None)) -> Tensor:
+    """linear() in fp8; without gradients, as in scoring, linear() itself."""
+    if not torch.is_grad_enabled():
+        return linear(x, weight)
+    return Fp8Linear.apply(x.flatten(0, -2), weight, scales).to(x.dtype).view(*x.shape[:-1], len(weight))
+
 HEAD_MOST_BY_MAXIMUM = (None, None, 1.0)
 
 class GPT2Recipe(Staged):
@@ -6204,14 +6159,11 @@ class GPT2Recipe(Staged):
         long = (stage or self.stages()[-1]).window or self.train_seq_len
         return dict(L=min(long, T), S=min(T, max(1, int(self.short_window * long))))
 
-    def scoring_window(self: Any) -> int:
-        return self.stages()[-1].window or self.train_seq_len
-
     def choose_kernels(self: Any, on_gpu: bool, log: Logger) -> WindowKernels:
         chosen = window_attention(on_gpu, log)
         loss: Callable = fused_loss
         if fp8_part(self, on_gpu, log) != "off":
-            chosen |= dict(linear=fp8_linear, head_linear=fp8_linear)
+            chosen["linear"] = fp8_linear
             loss = partial(fp8_fused_loss, most=HEAD_MOST_BY_MAXIMUM)
         return WindowKernels(**chosen, **fast_loss(self, on_gpu, loss, kernel_losses))
 
@@ -6355,16 +6307,16 @@ class GPT2(GPT2Recipe):
             scalar("x0_lambda",    init="constant", scale=0.1, lr=self.scalar_lr, beta1=0.96),
         ])
 
-    def muon_step(self, state: UpdateState, hyper: MuonHyper) -> None:
+    def muon_step(self, state: UpdateState) -> None:
         """NorMuon with cautious weight decay."""
-        update = nesterov_of_mean(state, hyper)
-        update = polar_express(update, self.muon_backend_steps, hyper.dtype)
+        update = nesterov_of_mean(state)
+        update = polar_express(update, self.muon_backend_steps, state.dtype)
         update = normuon_scale(update, state.second, self.normuon_beta2)
-        cautious_decay(state.p, update, hyper.lr, hyper.decay)
-        state.p.sub_(hyper.lr * update)
+        cautious_decay(state.p, update, state.lr, state.decay)
+        state.p.sub_(state.lr * update)
 
-    def adam_step(self, state: UpdateState, hyper: AdamHyper) -> None:
-        state.p.sub_(hyper.lr * adam_update(state, hyper))
+    def adam_step(self, state: UpdateState) -> None:
+        state.p.sub_(state.lr * adam_update(state))
 
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1 until the warmdown, then falls linearly to lr_floor; weight decay falls linearly to 0."""
@@ -6561,20 +6513,20 @@ class GPT2Plus(GPT2Recipe):
             scalar("backout",      init="constant", scale=0.2, lr=self.gate_lr),
         ])
 
-    def muon_step(self, state: UpdateState, hyper: MuonHyper) -> None:
+    def muon_step(self, state: UpdateState) -> None:
         """NorMuon with cautious weight decay."""
-        update = nesterov_of_mean(state, hyper)
-        update = polar_express(update, self.muon_backend_steps, hyper.dtype, self.polar_margin)
+        update = nesterov_of_mean(state)
+        update = polar_express(update, self.muon_backend_steps, state.dtype, self.polar_margin)
         update = normuon_scale(update, state.second, self.normuon_beta2)
-        cautious_decay(state.p, update, hyper.lr, hyper.decay)
-        state.p.sub_(hyper.lr * update)
+        cautious_decay(state.p, update, state.lr, state.decay)
+        state.p.sub_(state.lr * update)
 
-    def adam_step(self, state: UpdateState, hyper: AdamHyper) -> None:
+    def adam_step(self, state: UpdateState) -> None:
         """Adam with decoupled weight decay."""
-        update = adam_update(state, hyper)
-        if hyper.decay is not None:
-            update = update + hyper.decay * state.p
-        state.p.sub_(hyper.lr * update)
+        update = adam_update(state)
+        if self.adam_weight_decay:
+            update = update + state.decay * state.p
+        state.p.sub_(state.lr * update)
 
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR warms up, is 1 until the warmdown, then falls linearly to lr_floor. Weight decay

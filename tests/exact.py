@@ -126,11 +126,11 @@ def exact_loss(
 def loss_numbers(subject: Subject, run, loss_args: tuple) -> None:
     """lm_head and loss as the step computes them; the last rows are those beyond 2^31 logits."""
     x, head, targets = loss_inputs(run, loss_args)
-    cap, product, *more = loss_args[3:]
+    cap, *more = loss_args[3:]
     weights = more[0] if more else None
 
     def loss(x: Tensor, head: Tensor) -> Tensor:
-        return run.model.kernels.loss(x, head, targets, cap, product, *more)
+        return run.model.kernels.loss(x, head, targets, cap, *more)
 
     exact = exact_loss(subject, x, head, targets, cap, weights)
     mine = with_gradients(subject.compiled(loss), [x, head])

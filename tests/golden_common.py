@@ -109,9 +109,8 @@ def adam_alone(p, grads, lr, betas, eps, cfg):
     m = torch.zeros_like(p)
     v = torch.zeros_like(p)
     for step, grad in enumerate(grads, 1):
-        numbers = [torch.tensor(x) for x in (1.0, float(step), lr)]
-        hyper = train_gpt.AdamHyper(*numbers, None, *betas, eps)
-        cfg.adam_step(train_gpt.UpdateState(p, grad, m, v), hyper)
+        numbers = [torch.tensor(x) for x in (1.0, lr, 0.0, 0.0, float(step))]
+        cfg.adam_step(train_gpt.UpdateState(p, grad, m, v, *numbers, torch.float32, *betas, eps))
     return p
 
 
@@ -275,7 +274,8 @@ class GoldenSet:
         """For rows of T tokens; window: tokens before its own that a long layer sees; fields: of Context."""
         with torch.device("meta"):
             model = make_model(self.cfg)
-        return model.context(T, CPU, dtype)._replace(**fields)
+        context = model.context(T, CPU, dtype)
+        return context._replace(**fields) if fields else context
 
     def windows(self, context):
         """{kind of layer: tokens before its own that it sees}"""
@@ -301,7 +301,8 @@ class WithWindows(GoldenSet):
         stage = replace(self.cfg.stages()[-1], window=window or T)
         with torch.device("meta"):
             model = make_model(self.cfg)
-        return model.context(T, CPU, dtype, stage)._replace(**fields)
+        context = model.context(T, CPU, dtype, stage)
+        return context._replace(**fields) if fields else context
 
     def windows(self, context):
         return {kind: int(size) for kind, size in context.windows.items()}

@@ -19,8 +19,8 @@ import torch  # noqa: E402
 import golden_common  # noqa: E402
 import test_golden  # noqa: E402
 import train_gpt  # noqa: E402
-from test_kernels import head_and_tokens  # noqa: E402
-from train_gpt import fp8_head, fp8_linear, linear, lm_loss  # noqa: E402
+from test_kernels import head_and_tokens, lm_loss_in_fp8  # noqa: E402
+from train_gpt import HEAD_MOST, HEAD_MOST_BY_MAXIMUM, lm_loss  # noqa: E402
 
 
 def found(loss, x, head, targets):
@@ -38,24 +38,25 @@ def several(targets, weights):
     return targets if weights is None else train_gpt.next_targets(targets, len(weights))
 
 
-def fused(cap, product, x, head, targets, weights=None):
-    loss = {fp8_head: train_gpt.fp8_fused_loss,
-            fp8_linear: partial(train_gpt.fp8_fused_loss, most=train_gpt.HEAD_MOST_BY_MAXIMUM)}
-    loss = loss.get(product, train_gpt.fused_loss)
+def fused(cap, most, x, head, targets, weights=None):
+    """most: of fp8; None: not in fp8."""
+    loss = partial(train_gpt.fp8_fused_loss, most=most) if most else train_gpt.fused_loss
     with mock.patch("torch.compiler.is_compiling", lambda: True):
-        return loss(x, head, targets, cap, product, weights, train_gpt.kernel_losses)
+        return loss(x, head, targets, cap, weights, train_gpt.kernel_losses)
 
 
-def reference(cap, product, x, head, targets, weights=None):
-    return lm_loss(x, head, targets, cap, product, weights)
+def reference(cap, most, x, head, targets, weights=None):
+    if most:
+        return lm_loss_in_fp8(x, head, targets, cap, most=most)
+    return lm_loss(x, head, targets, cap, weights)
 
 
-def golden_loss(x, head, targets, cap, product, weights=None):
+def golden_loss(x, head, targets, cap, weights=None):
     """FusedLoss in fp32; what is computed in fp64 stays with lm_loss."""
     if x.dtype != torch.float32 or not 0 < cap[0] <= 50:
-        return lm_loss(x, head, targets, cap, product, weights)
+        return lm_loss(x, head, targets, cap, weights)
     golden_loss.calls += 1
-    return fused(cap, product, x, head, targets, weights)
+    return fused(cap, None, x, head, targets, weights)
 
 
 def golden_tests():
@@ -83,9 +84,9 @@ def main():
                 x, head, targets = head_and_tokens(dtype, tokens, V=V, size=2.0)
                 exact = x.detach().float().requires_grad_()
                 for weights in (None, torch.tensor([1.0, 0.5, 0.25])):
-                    wanted = found(partial(reference, cap, linear, weights=weights), exact, head,
+                    wanted = found(partial(reference, cap, None, weights=weights), exact, head,
                                    several(targets, weights))
-                    got = found(partial(fused, cap, linear, weights=weights), x, head,
+                    got = found(partial(fused, cap, None, weights=weights), x, head,
                                 several(targets, weights))
                     off = errors(got, wanted)
                     good &= max(off) < most
@@ -93,13 +94,13 @@ def main():
                     print(verdict, cap, dtype, tokens, V, weights, off)
     x, head, targets = head_and_tokens(torch.bfloat16)
     cap = (15.0, 0.0, 0.0)
-    wanted = found(partial(reference, cap, linear), x, head, targets)
-    for product in (fp8_head, fp8_linear, linear):
-        off = errors(found(partial(fused, cap, product), x, head, targets), wanted)
-        allowed = errors(found(partial(reference, cap, product), x, head, targets), wanted)
+    wanted = found(partial(reference, cap, None), x, head, targets)
+    for most in (HEAD_MOST, HEAD_MOST_BY_MAXIMUM, None):
+        off = errors(found(partial(fused, cap, most), x, head, targets), wanted)
+        allowed = errors(found(partial(reference, cap, most), x, head, targets), wanted)
         fits = all(a <= 1.2 * b + 0.005 for a, b in zip(off, allowed))
-        good &= fits and (max(off) > 0.02) == (product is not linear)
-        print("equal" if fits else "DIFFERENT", product.__name__, off, "by lm_loss", allowed)
+        good &= fits and (max(off) > 0.02) == (most is not None)
+        print("equal" if fits else "DIFFERENT", most, off, "by lm_loss", allowed)
     good &= golden_tests()
     return int(not good)
 

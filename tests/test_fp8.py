@@ -12,9 +12,14 @@ import train_gpt
 from helpers import init_parameters, toy_of
 from test_kernels import SMALL
 from tools.run import plan
-from train_gpt import (RECIPES, Refused, WindowKernels, fp8_head, fp8_linear, linear, preset_config,
+from train_gpt import (RECIPES, Refused, fp8_linear, linear, preset_config,
                        scaled_mm,
                        to_fp8)
+
+def fp8_head(x, weight, most=train_gpt.HEAD_MOST):
+    """linear() of lm_head in fp8, by fixed scales."""
+    return fp8_linear(x, weight, train_gpt.head_scales(x.size(-1), x[..., 0].numel(), most))
+
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -206,11 +211,11 @@ PRESETS = {"head": "speedrun", "all": "gpt2"}   # a recipe for each part that ma
 
 
 def choose(part, on_gpu=False, **settings):
-    """(products of the blocks and of the head, what each line in the log says that fp8 is)"""
+    """(the product of the blocks, is lm_head in fp8?, what each line in the log says that fp8 is)"""
     lines = []
     cfg = replace(preset_config(PRESETS[part]), **settings)
     kernels = cfg.choose_kernels(on_gpu, lines.append)
-    products = tuple(getattr(product, "func", product) for product in (kernels.linear, kernels.head_linear))
+    products = kernels.linear, getattr(kernels.loss, "func", kernels.loss) is train_gpt.fp8_fused_loss
     return products, [re.search(r" is (\w+)", line)[1] for line in lines if line.startswith("fp8")]
 
 
@@ -219,10 +224,10 @@ def test_the_scales_of_speedrun_plus():
     cfg = replace(preset_config("speedrun_plus"), fp8="all")
     most = cfg.fp8_head_most
     assert train_gpt.head_scales(768, 10, most) == (100 / 448, 1.6 / 448, 0.75 / 448 / 10)
-    head = cfg.choose_kernels(False, print).head_linear
+    assert cfg.choose_kernels(False, print).loss.keywords["most"] == most
     x = torch.ones(16, 16, requires_grad=True)
     weight = torch.full((16, 16), 1.5)
-    assert head(x, weight).mean().item() == pytest.approx(24, rel=0.1)
+    assert fp8_head(x, weight, most).mean().item() == pytest.approx(24, rel=0.1)
     assert fp8_head(x, weight).mean().item() == pytest.approx(14, rel=0.1)
 
 
@@ -239,10 +244,10 @@ def capability(monkeypatch):
     return lambda *value: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: value)
 
 
-@pytest.mark.parametrize("part, kinds", [("head", (linear, fp8_head)), ("all", (fp8_linear, fp8_linear))])
+@pytest.mark.parametrize("part, kinds", [("head", (linear, True)), ("all", (fp8_linear, True))])
 def test_the_choice(part, kinds, capability):
     """A given value works on a CPU; auto falls back where a GPU cannot do it; the log says so."""
-    plain = (linear, linear)
+    plain = (linear, False)
     assert choose(part, fp8="off") == (plain, [])
     assert choose(part, fp8=part) == (kinds, [part])
     assert choose(part, fp8=f"auto-{part}") == (plain, ["off"])
@@ -258,7 +263,7 @@ def test_no_fp8_on_a_rocm_build(capability, monkeypatch):
     """Whose GPUs also say that they are of capability 9."""
     capability(9, 4)
     monkeypatch.setattr(torch.version, "hip", "7.1")
-    assert choose("head", True, fp8="auto-head") == ((linear, linear), ["off"])
+    assert choose("head", True, fp8="auto-head") == ((linear, False), ["off"])
     with pytest.raises(Refused, match="8.9"):
         choose("head", True, fp8="head")
 
@@ -271,15 +276,15 @@ def test_sides_that_are_no_multiples_of_16(settings, part, capability):
     with pytest.raises(Refused, match="multiples of 16"):
         choose(part, fp8=part, **settings)
     capability(9, 0)
-    assert choose(part, True, fp8=f"auto-{part}", **settings) == ((linear, linear), ["off"])
+    assert choose(part, True, fp8=f"auto-{part}", **settings) == ((linear, False), ["off"])
 
 
 @pytest.mark.parametrize("fp8", ["head", "all"])
 def test_training_is_near_fp32_and_evaluation_is_fp32(fp8, calls):
     small = dict(speedrun=dict(num_layers=8), gpt2=dict(num_layers=2, depth=0))[PRESETS[fp8]]
     cfg = RECIPES[PRESETS[fp8]](**SMALL | small)
-    products = choose(fp8, fp8=fp8)[0]
-    models = [cfg.make_model(WindowKernels(*products)), cfg.make_model()]
+    kernels = replace(cfg, fp8=fp8).choose_kernels(False, print)
+    models = [cfg.make_model(kernels), cfg.make_model()]
     for model in models:
         init_parameters(model, 0)
         for p in model.parameters():

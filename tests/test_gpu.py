@@ -239,10 +239,10 @@ def test_compiled_attention_equals_the_reference(window, with_documents):
         assert (mine - true).norm() < 0.02 * true.norm()
 
 
-@pytest.mark.parametrize("product", [train_gpt.linear, train_gpt.fp8_head])
-def test_compiled_loss_equals_the_reference(product):
+@pytest.mark.parametrize("fused, most", [(train_gpt.fused_loss, 0.02), (train_gpt.fp8_fused_loss, 0.1)])
+def test_compiled_loss_equals_the_reference(fused, most):
     """Of logits' size nothing but they themselves and what fp8 makes of their gradient; never fp32."""
-    if product is train_gpt.fp8_head and torch.cuda.get_device_capability() < (8, 9):
+    if fused is train_gpt.fp8_fused_loss and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no fp8 here")
     tokens = 4096
     C = 256
@@ -252,23 +252,22 @@ def test_compiled_loss_equals_the_reference(product):
     x = torch.nn.functional.rms_norm(x, (C,)).requires_grad_()
     head = (0.1 * torch.randn(V, C, device="cuda", generator=draw)).requires_grad_()
     targets = torch.randint(V, (1, tokens), device="cuda", generator=draw)
-    fused = train_gpt.fused_loss if product is train_gpt.linear else train_gpt.fp8_fused_loss
     by_kernel = partial(fused, row_losses=train_gpt.kernel_losses)
     loss = torch.compile(by_kernel, dynamic=False, fullgraph=True)
 
-    def run(fn, product):
-        value = fn(x, head, targets, (15.0, 0.0, 0.0), product)
+    def run(fn):
+        value = fn(x, head, targets, (15.0, 0.0, 0.0))
         return [value, *torch.autograd.grad(value, (x, head))]
 
-    exact = run(train_gpt.lm_loss, train_gpt.linear)
-    run(loss, product)
+    exact = run(train_gpt.lm_loss)
+    run(loss)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    got = run(loss, product)
+    got = run(loss)
     assert torch.cuda.max_memory_allocated() - before < tokens * V * 4
     for mine, true in zip(got, exact, strict=True):
-        assert (mine - true).norm() < (0.02 if product is train_gpt.linear else 0.1) * true.norm()
+        assert (mine - true).norm() < most * true.norm()
 
 
 @pytest.mark.structure
@@ -363,8 +362,7 @@ def test_the_loss_kernel_at_real_size(fp8, measured):
     head = torch.empty(50_304, 768, device="cuda")
     targets = torch.randint(50_304, (1, 49_152), device="cuda", generator=draw)
     fused = train_gpt.fused_loss if fp8 == "off" else train_gpt.fp8_fused_loss
-    product = train_gpt.linear if fp8 == "off" else train_gpt.fp8_head
-    args = x, head, targets, (15.0, 0.0, 0.0), product
+    args = x, head, targets, (15.0, 0.0, 0.0)
     (found,) = measured(exact_numbers.loss_numbers, args, fp8=fp8,
                         loss=partial(fused, row_losses=train_gpt.kernel_losses))
     assert found[0] == "ok" and "49,152 x 50,304" in found[1], found

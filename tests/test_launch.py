@@ -287,7 +287,7 @@ def test_folders_and_names_may_differ(start, root, tmp_path):
      "out of memory: set DEVICE_BATCH_SIZE below micro_batch"),
     (OSError(28, "No space left on device"), "the disk is full: free some GB"),
     (RuntimeError("InductorError: CppCompileError: C++ compile error"),
-     "no C++ compiler, or a space in TMPDIR"),
+     "no C++ compiler, or a space in the folder"),
     (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), "RuntimeError: The size"),
     (OSError(5, "Input/output error"), "OSError: ")])
 def test_why_a_rank_ended(error, why, capsys):

@@ -101,6 +101,13 @@ def some_tokens(cfg, B, T, seed=0):
     return torch.randint(cfg.vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
+def final_window(cfg):
+    """The long window of final scores, in tokens before a token's own; 0: all."""
+    if cfg.preset == "speedrun":
+        return cfg.scoring_window()
+    return vars(cfg).get("eval_window") or vars(cfg.stages()[-1]).get("window", 0)
+
+
 def make_context(model, T, window=None, dtype=None):
     """Context of rows of T tokens; window: tokens before its own that a long layer sees; None: of scores."""
     stage = None
@@ -441,7 +448,7 @@ def test_forward_equals_reference(preset, settings):
     for window in windows:
         context = make_context(model, 23, window)
         got = log_probs(model, tokens[:, :-1], None if window is None else context)
-        size = cfg.scoring_window() if window is None else window
+        size = final_window(cfg) if window is None else window
         want = torch.stack([reference_log_probs(model, row, size) for row in tokens[:, :-1]])
         assert got.dtype == torch.float32 and got.shape == (2, 23, cfg.vocab_size)
         assert want.std() > 0.1  # a flat distribution would prove nothing
@@ -474,7 +481,7 @@ def test_log_probs_of_any_shape(preset, tmp_path):
         with torch.no_grad():
             want = log_probs(train_gpt.load_model(path)[0], tokens)
             assert want.shape == (B, T, cfg.vocab_size) and torch.equal(log_probs(used, tokens), want)
-            close(want[0].double(), reference_log_probs(used, tokens[0], cfg.scoring_window()), 1e-4)
+            close(want[0].double(), reference_log_probs(used, tokens[0], final_window(cfg)), 1e-4)
             for i in range(B):
                 close(log_probs(used, tokens[i:i + 1])[0], want[i])
             for t in {1, T // 3 + 1, T - 1} - {0}:

@@ -220,16 +220,16 @@ def test_adam_corrects_its_start_before_eps_or_after(update):
         second = math.sqrt(1 - 0.95**step)
         early = update is train_gpt.adam_update_early_eps
         divisor = (square.sqrt() + eps) / second if early else square.sqrt() / second + eps
-        hyper = train_gpt.AdamHyper(1.0, torch.tensor(float(step)), 1.0, None, 0.8, 0.95, eps)
-        close(update(train_gpt.UpdateState(g, g, m, v), hyper), mean / first / divisor, 1e-6)
+        numbers = [torch.tensor(x) for x in (1.0, 1.0, 0.0, 0.0, float(step))]
+        state = train_gpt.UpdateState(g, g, m, v, *numbers, torch.float32, 0.8, 0.95, eps)
+        close(update(state), mean / first / divisor, 1e-6)
 
 
 def muon_alone(cfg, g, buffer, momentum, second=None):
     """What Muon subtracts at LR 1, of one step of a matrix or several; buffer and second change."""
     p = torch.zeros_like(g)
-    numbers = [torch.tensor(x) for x in (1.0, momentum, 1.0, 0.0)]
-    hyper = train_gpt.MuonHyper(*numbers, torch.float32)
-    cfg.muon_step(train_gpt.UpdateState(p, g, buffer, second), hyper)
+    numbers = [torch.tensor(x) for x in (1.0, 1.0, 0.0, momentum, 0.0)]
+    cfg.muon_step(train_gpt.UpdateState(p, g, buffer, second, *numbers))
     return -p
 
 

@@ -515,13 +515,13 @@ fused = partial(train_gpt.fp8_fused_loss, row_losses=train_gpt.kernel_losses)
 by_maximum = partial(fused, most=train_gpt.HEAD_MOST_BY_MAXIMUM)
 
 def speedrun(x, head):
-    return fused(x, head, targets, (15.0, 0.0, 0.0), train_gpt.fp8_head)
+    return fused(x, head, targets, (15.0, 0.0, 0.0))
 
 def speedrun_plus(x, head):
-    return fused(x, head, several, (11.5, 5.0, 15.0), train_gpt.fp8_head, torch.ones(3, device="cuda"))
+    return fused(x, head, several, (11.5, 5.0, 15.0), torch.ones(3, device="cuda"))
 
 def gpt2(x, head):
-    return by_maximum(x, head, targets, (15.0, 0.0, 0.0), train_gpt.fp8_linear)
+    return by_maximum(x, head, targets, (15.0, 0.0, 0.0))
 
 def mlp(x, fc, proj, scales):
     y = train_gpt.fp8_mlp(train_gpt.rms_norm(x), fc, proj, scales, train_gpt.kernel_transpose)
@@ -620,7 +620,7 @@ x = torch.zeros(1, 64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=Tr
 head = torch.zeros(4096, 32, device="cuda", dtype=torch.bfloat16)
 targets = torch.zeros(1, 64, device="cuda", dtype=torch.long)
 loss = torch.compile(lambda x: train_gpt.fused_loss(
-    x, head, targets, (15.0, 0.0, 0.0), train_gpt.linear, row_losses=train_gpt.kernel_losses), fullgraph=True)
+    x, head, targets, (15.0, 0.0, 0.0), row_losses=train_gpt.kernel_losses), fullgraph=True)
 torch.autograd.grad(loss(x), x)
 print("hits", torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
 """

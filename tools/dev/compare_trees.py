@@ -239,6 +239,7 @@ def read_run(folder: Path) -> Finished:
             val_losses[f"step {event['step']}"] = event["val_loss"]
     wanted = ("trained", "artifact", "eval", "steps", "tokens", "stop_reason")
     results = {name: value for name, value in result.items() if name in wanted or name.startswith("val_")}
+    results["eval"] = {name: value for name, value in result["eval"].items() if name != "eval_window"}
     tensors = unpack((run / "final_model.pt").read_bytes())["tensors"]
     artifact = b""
     payload = dict(tensors={})

@@ -486,10 +486,10 @@ def loss_options(subject: Subject, run: Run, loss_args: tuple[Any, ...]) -> list
     """The loss as it is, and by the kernel that is not in use: ours or Inductor's."""
     trainer = subject.trainer
     _, _, targets = loss_inputs(run, loss_args)
-    cap, product, *more = loss_args[3:]
+    cap, *more = loss_args[3:]
 
     def loss(x: Tensor, head: Tensor, function: Callable[..., Tensor]) -> Tensor:
-        return function(x, head, targets, cap, product, *more)
+        return function(x, head, targets, cap, *more)
 
     in_use = run.model.kernels.loss
     found = [Option("as it is", "", partial(loss, function=in_use))]
