@@ -84,8 +84,6 @@ def option(default: Any, doc: str, least: float = 0, most: float = 1e12, choices
     """Declares a constant. doc: what it means, with its unit. least, most: the range of a number. choices:
     the allowed strings. off: 0 turns it off. model: the forward pass depends on it. of: the type of a tuple's
     entries, needed if the default is empty."""
-    if isinstance(default, tuple) and default:
-        of = type(default[0])
     return field(default=default, metadata=dict(doc=doc, least=least, most=most, choices=choices, off=off,
                                                 model=model, of=of))
 
@@ -199,8 +197,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Refused(message)
 
-BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
-
 def load_config(env: Mapping[str, str], argv: Sequence[str] = ()) -> Config:
     """Config of the preset that --preset or PRESET names: recipe < environment < flag. Raises Refused."""
     return preset_config(*typed(env, argv))
@@ -248,10 +244,10 @@ def parse_value(f: Field, text: str) -> object:
     default: Any = f.default
     try:
         if isinstance(default, tuple):
-            number = f.metadata["of"]
+            number = f.metadata["of"] or type(default[0])
             return tuple(map(number, text.split(","))) if text else ()
         if isinstance(default, bool):
-            return BOOLEANS[text.lower()]
+            return {"0": False, "1": True, "false": False, "true": True}[text.lower()]
         if text == "-1" and f.metadata["off"]:  # as on nanochat's command lines
             return type(default)(0)
         return type(default)(text)
@@ -394,8 +390,8 @@ class WindowKernels(Kernels):
 def kernel_windows(cfg: Any, kinds: Sequence[str], stage: "Stage | None", T: int, device: torch.device,
                    window: Callable[..., int | Tensor], by_document: bool = False) -> dict:
     """{L or S: its window in rows of T tokens} for the kinds that layers have. window: from WindowKernels."""
-    sizes = cfg.windows(stage, T)
-    return {kind: window(sizes[kind], T, device, by_document) for kind in sizes if kind in kinds}
+    return {kind: window(size, T, device, by_document)
+            for kind, size in cfg.windows(stage, T).items() if kind in kinds}
 
 def layer_masks(windows: dict[str, int | Tensor], tokens: Tensor, documents: Tensor | None,
                 kernel: Kernel) -> dict[str, Mask]:
@@ -1124,8 +1120,7 @@ class Rows(Packer):
     """The stream cut every T tokens; with shuffle, in one random order. The position counts rows."""
     def __init__(self, cfg: Any, data: Data, loader: "Loader"):
         super().__init__(cfg, data, loader)
-        rows = loader.rows
-        self.order = np.random.default_rng(0).permutation(rows) if cfg.shuffle else range(rows)
+        self.order = np.random.default_rng(0).permutation(loader.rows) if cfg.shuffle else range(loader.rows)
 
     def plan(self, position: int, n: int, T: int, doc_len: int = 0) -> tuple[list, int]:
         places = range(position, position + n)
@@ -1648,8 +1643,7 @@ def gpu_window_mask(window: int | Tensor, T: int, documents: Tensor | None,
 def gpu_window(window: int, T: int, device: torch.device, by_document: bool = False) -> int | Tensor:
     """plain_window() for gpu_window_mask(): a 0-dim tensor for flex attention, so that one compiled step
     serves all sizes; a number for torch's own attention."""
-    everything = window >= T - 1 and not by_document
-    if T % FLEX_BLOCK or everything:
+    if T % FLEX_BLOCK or (window >= T - 1 and not by_document):
         return window
     return torch.tensor(window, device=device)
 
@@ -1951,14 +1945,13 @@ class Log:
         """On rank 0: continues in this file and its events.jsonl with everything said so far. A new file
         begins with head; what a crash cut short ends as a line of its own. Raises OSError, and Refused if the
         run is still going."""
-        early = self.file.getvalue()
         file = open(path, "a", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # some file systems have no locks
             require(not isinstance(error, BlockingIOError),
                     f"{path.parent} belongs to a run that is still going: stop that or wait for its end")
-        print("" if file.tell() else head, early, sep="\n", end="", file=file, flush=True)
+        print("" if file.tell() else head, self.file.getvalue(), sep="\n", end="", file=file, flush=True)
         self.file = file
         events = open(path.with_name("events.jsonl"), "a", encoding="utf-8")
         print("\n" if events.tell() else "", self.events.getvalue(), sep="", end="", file=events, flush=True)
@@ -2710,8 +2703,7 @@ class Tiny(Staged):
     def windows(self, stage: WindowStage | None, T: int) -> dict[str, int]:
         window = (stage or self.stages()[-1]).window
         short = (window or self.train_seq_len) // 2
-        long = window or T
-        return dict(L=min(long, T), S=min(T, max(1, short)))
+        return dict(L=min(window or T, T), S=min(T, max(1, short)))
 
     def counted_orders(self) -> list[int]:
         return [n for n in self.count_orders if n > 0 and self.memory]
@@ -3714,7 +3706,6 @@ class Golf(Config):
         adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
         matrix: Callable = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr)
         scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, precision="fp32", **adam)
-        embed: Callable = partial(Row, group="embed", lr=self.tied_embed_lr, **adam)
         return by_kind([
             # kind                   init
             matrix("query",          init="uniform", scale=1.0),
@@ -3723,7 +3714,8 @@ class Golf(Config):
             matrix("attn_proj",      init="constant", scale=0.0),
             matrix("fc",             init="uniform", scale=1.0),
             matrix("mlp_proj",       init="constant", scale=0.0),
-            embed("embed",           init="normal", scale=self.tied_embed_init_std),
+            Row("embed", "embed",    init="normal", scale=self.tied_embed_init_std, lr=self.tied_embed_lr,
+                **adam),
             scalar("qk_gain",        init="constant", scale=self.qk_gain_init),
             scalar("resid_lambda",   init="constant", scale=1.0),
             scalar("x0_lambda",      init="constant", scale=0.0),
@@ -3750,9 +3742,7 @@ class Golf(Config):
         """LR is 1, and falls linearly to 0 once warmdown_iters or fewer steps are left at the pace so far."""
         progress_per_step = progress / max(step, 1)  # at the pace so far
         warmdown = self.warmdown_iters * progress_per_step  # its length as a fraction of the run
-        lr = 1.0
-        if warmdown:
-            lr = min(1.0, (1 - progress) / warmdown)
+        lr = min(1.0, (1 - progress) / warmdown) if warmdown else 1.0
         warmup = warmup_done(step, self.muon_momentum_warmup_steps)
         return Schedule(lr, momentum=momentum_at(self, warmup))
 
@@ -3969,8 +3959,6 @@ class GolfPlus(Staged):
         matrix: Callable = partial(Row, group="matrix", optimizer="muon", lr=self.matrix_lr, levels=31.0,
                                    step=self.artifact_step)
         adam: dict = dict(optimizer="adam", beta1=self.beta1, beta2=self.beta2, eps=self.adam_eps)
-        embed: Callable = partial(Row, group="embed", lr=self.tied_embed_lr, levels=127.0,
-                                  step=self.artifact_embed_step, **adam)
         scalar: Callable = partial(Row, group="scalar", lr=self.scalar_lr, decay=self.adam_weight_decay,
                                    precision="fp16", **adam)
         decay = self.weight_decay * self.matrix_lr
@@ -3983,8 +3971,9 @@ class GolfPlus(Staged):
             # Muon doubles the LR of this tall matrix (at mlp_mult=4), so it gets half the weight decay
             matrix("fc",             decay=decay / 2, init="orthogonal", scale=1.0),
             matrix("mlp_proj",       decay=decay,  init="constant", scale=0.0),
-            embed("embed",           decay=4.25 * self.adam_weight_decay, init="normal",
-                  scale=self.tied_embed_init_std),
+            Row("embed", "embed",    decay=4.25 * self.adam_weight_decay, init="normal",
+                scale=self.tied_embed_init_std, lr=self.tied_embed_lr, levels=127.0,
+                step=self.artifact_embed_step, **adam),
             scalar("qk_gain",        init="constant", scale=self.qk_gain_init),
             scalar("resid_lambda",   init="constant", scale=1.0),
             scalar("x0_lambda",      init="constant", scale=0.0),
@@ -4065,10 +4054,13 @@ class GolfPlus(Staged):
                 run.model, lambda name: dict(hessian=hessians.get(name), coarser=coarser)))
 
         most = self.artifact_bytes_limit and max(1, self.artifact_bytes_limit - len(script_source()))
+        weights = sum([p.numel() for p in run.model.parameters()])
         first = smaller = packed(1.0)
         coarser = 1.0
         while most and len(smaller) > most and coarser < 4:
-            coarser = min(4, self.wider_steps(run.model, hessians, coarser, len(smaller), most))
+            # doubling the steps saves about one bit per weight
+            bits = 8 * (len(smaller) - most) / weights + 0.01
+            coarser = min(4, coarser * 2 ** min(2, bits))
             smaller = packed(coarser)
         if coarser == 1 or len(smaller) > most:
             return first
@@ -4080,28 +4072,6 @@ class GolfPlus(Staged):
         if packed[:1] == b"x":
             return zlib.decompress(packed)
         return decompress_and_unshuffle(packed)
-
-    def wider_steps(self, model: Model, hessians: dict, coarser: float, size: float, most: float) -> float:
-        """The `coarser` to try next. Searches by entropy, not compressed size: GPTQ takes seconds on a GPU,
-        brotli half a minute."""
-        weights = sum([p.numel() for p in model.parameters()])
-        entropy = self.entropy(model, hessians, coarser)
-        aim = entropy * (1 - 1.05 * (1 - most / size))  # 5 % extra: brotli's size shrinks less than entropy
-        while entropy > aim and coarser < 4:
-            # doubling the steps saves one bit per weight
-            coarser = coarser * max(1.002, 2 ** (8 * (entropy - aim) / weights))
-            entropy = self.entropy(model, hessians, coarser)
-        return coarser
-
-    def entropy(self, model: Model, hessians: dict, coarser: float) -> float:
-        """Bytes that an ideal coder needs for the rounded weights."""
-        table = self.parameter_table()
-        total = 0.0
-        for name, p in model.named_parameters():
-            options = dict(hessian=hessians.get(name), coarser=coarser)
-            w = p.detach().cpu()
-            total += entropy_bytes(packed_tensors(w, table[kind_of(name)], self, w.numel(), **options))
-        return total
 
     def evaluations(self, step: int | None = None) -> list[Callable]:
         return [sliding_score] if self.eval_sliding and step is None else []
@@ -4270,17 +4240,6 @@ def decompress_and_unshuffle(packed: bytes) -> bytes:
     raw[::2] = both[:half]
     raw[1::2] = both[half:]
     return bytes(raw)
-
-def entropy_bytes(tensors: dict[str, Tensor]) -> float:
-    """Bytes that an ideal coder needs if it knows the histogram of each int8 tensor."""
-    total = 0.0
-    for t in tensors.values():
-        bits = 8.0 * t.element_size()
-        if t.dtype == torch.int8:
-            p = t.flatten().int().add(128).bincount() / t.numel()
-            bits = -torch.xlogy(p, p).sum().item() / math.log(2)
-        total += t.numel() * bits / 8
-    return total
 
 class GolfPlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
@@ -4646,8 +4605,7 @@ class Speedrun(SpeedrunRecipe):
         window = self.scoring_window() if stage is None else stage.window
         grown = window or self.train_seq_len
         short = min(grown, last) // 2 // self.window_block * self.window_block
-        long = window or T
-        return dict(L=min(long, T), S=min(T, max(short, self.window_block)))
+        return dict(L=min(window or T, T), S=min(T, max(short, self.window_block)))
 
     def rope(self, window: int) -> tuple[Tensor, float]:
         """Radians per token of each pair of channels (head_dim / 2,) and the factor on q @ k, with YaRN
@@ -4776,9 +4734,7 @@ class SpeedrunModel(Model):
         # looked up once, even if layers share a table: the gradient of a look-up is as large as its table
         value_embeds = [F.embedding(tokens, table).to(x.dtype) for table in self.value_embeds]
         outputs = []
-        for i, block in enumerate(self.blocks):
-            kind = self.kinds[i]
-            table = self.tables[i]
+        for i, (block, kind, table) in enumerate(zip(self.blocks, self.kinds, self.tables)):
             for s, (start, end) in enumerate(self.skips):
                 if end == i:
                     x = x + torch.sigmoid(self.skip_weights[s].to(x.dtype)) * outputs[start]
@@ -5371,54 +5327,6 @@ def gated_value_embed(h: Tensor, value_embed: Tensor, weight: Tensor) -> Tensor:
     seen = torch.cat((h[..., :half], value_embed.flatten(2)[..., :half]), -1)
     return 2 * gate(seen, weight)[..., None] * value_embed
 
-class SeveralTargets(Model):
-    """A model whose training loss has several targets per token: the next ones and the target's prefix token.
-    It needs TargetStages, contexts with next_targets, prefixes and loss_weights, and cfg.loss_weights(),
-    which returns the loss weights at a given progress."""
-    def __init__(self, cfg: "SpeedrunPlus") -> None:
-        super().__init__()
-        self.cfg = cfg
-        # each token's prefix token; -1: none
-        self.register_buffer("prefixes", torch.full((cfg.vocab_size,), -1), persistent=False)
-
-    def with_targets(self, context: Any, stage: TargetStage, device: torch.device) -> Any:
-        """The context of a step, which has the stage's number of targets and room for their weights."""
-        n = len(stage.next_weights)
-        prefixes = any(stage.prefix_weights)
-        if n == 1 and not prefixes:
-            return context
-        weights = torch.ones(n + 1 if prefixes else n, device=device)
-        return context._replace(next_targets=n, prefixes=prefixes, loss_weights=weights)
-
-    def update_context(self, context: "SpeedrunPlusContext", progress: float) -> None:
-        if context.loss_weights is not None:
-            for weight, number in zip(context.loss_weights, self.cfg.loss_weights(progress), strict=True):
-                weight.fill_(number)
-
-    def build(self, run: "Run", fresh: bool) -> bool:
-        """Finds the prefix token of each token."""
-        if not self.cfg.prefix_weight:
-            return False
-        self.prefixes.copy_(prefix_tokens(texts_of_tokens(self.cfg, run.data.tokenizer)))
-        found = (self.prefixes >= 0).sum().item()
-        run.log(f"prefix tokens: {found} of {self.cfg.vocab_size} tokens have one")
-        return True
-
-    def targets_of(self, targets: Tensor, context: "SpeedrunPlusContext") -> Tensor:
-        """targets (B, T) -> all targets of each token in training (B, T, n), see lm_loss()."""
-        if context.loss_weights is None:
-            return targets
-        further = next_targets(targets, context.next_targets)
-        if context.prefixes:
-            further = torch.cat((further, self.prefixes[targets][..., None]), -1)
-        return further
-
-    def forward(self, tokens: Tensor, targets: Tensor, context: "SpeedrunPlusContext") -> Tensor:
-        """tokens and targets (B, T) -> mean training loss in nats, on the next targets and their prefixes."""
-        x = self.hidden(tokens, context)
-        targets = self.targets_of(targets, context)
-        return self.kernels.loss(x, self.head, targets, self.cap(), context.loss_weights)
-
 class DelayedScales:
     """Delayed scaling for fp8_mlp: each layer's scales come from its amax in the step before; each rank has
     its own. The backward pass returns the new amax as the gradient of `values`."""
@@ -5674,10 +5582,12 @@ class SpeedrunPlusBlock(nn.Module):
             y = y * gates["heads"][..., None]
         return linear(y.flatten(2), self.sa_lambdas[1:].to(y.dtype) * self.attn_proj.to(y.dtype))
 
-class SpeedrunPlusModel(SeveralTargets):
-    """The residual stream through the layers; the last one and the output mix earlier streams by MUDD."""
+class SpeedrunPlusModel(Model):
+    """The residual stream through the layers; the last one and the output mix earlier streams by MUDD. The
+    training loss has several targets per token: the next ones and the target's prefix token."""
     def __init__(self, cfg: SpeedrunPlus, kernels: SpeedrunPlusKernels = SpeedrunPlusKernels()) -> None:
-        super().__init__(cfg)
+        super().__init__()
+        self.cfg = cfg
         V = cfg.vocab_size
         C = cfg.model_dim
         self.embed = parameter(V, C)
@@ -5696,6 +5606,8 @@ class SpeedrunPlusModel(SeveralTargets):
         rows = [len(gate_values(gates)) for gates in self.gate_tables]
         self.mudd_gate_w1, self.mudd_gate_w2, self.mudd_gate_b2 = mudd_parameters(C, cfg.mudd_gate_dim, rows)
         self.mudd_gate_scale = parameter(1)
+        # each token's prefix token; -1: none
+        self.register_buffer("prefixes", torch.full((V,), -1), persistent=False)
         self.register_buffer("signs", random_signs(cfg.bigram_sign_rows, C), persistent=False)
         self.use(kernels)
         self.scales = self.kernels.mlp_scales(cfg.num_layers)
@@ -5713,6 +5625,44 @@ class SpeedrunPlusModel(SeveralTargets):
         pair_window = window(cfg.windows(stage, T)["S"], 2 * T, device, by_document=True)
         context = SpeedrunPlusContext(rope, pair_rope, attn_scale, windows, pair_window, dtype)
         return self.with_targets(context, stage, device) if stage else context
+
+    def with_targets(self, context: Any, stage: TargetStage, device: torch.device) -> Any:
+        """The context of a step, which has the stage's number of targets and room for their weights."""
+        n = len(stage.next_weights)
+        prefixes = any(stage.prefix_weights)
+        if n == 1 and not prefixes:
+            return context
+        weights = torch.ones(n + 1 if prefixes else n, device=device)
+        return context._replace(next_targets=n, prefixes=prefixes, loss_weights=weights)
+
+    def update_context(self, context: SpeedrunPlusContext, progress: float) -> None:
+        if context.loss_weights is not None:
+            for weight, number in zip(context.loss_weights, self.cfg.loss_weights(progress), strict=True):
+                weight.fill_(number)
+
+    def build(self, run: "Run", fresh: bool) -> bool:
+        """Finds the prefix token of each token."""
+        if not self.cfg.prefix_weight:
+            return False
+        self.prefixes.copy_(prefix_tokens(texts_of_tokens(self.cfg, run.data.tokenizer)))
+        found = (self.prefixes >= 0).sum().item()
+        run.log(f"prefix tokens: {found} of {self.cfg.vocab_size} tokens have one")
+        return True
+
+    def targets_of(self, targets: Tensor, context: SpeedrunPlusContext) -> Tensor:
+        """targets (B, T) -> all targets of each token in training (B, T, n), see lm_loss()."""
+        if context.loss_weights is None:
+            return targets
+        further = next_targets(targets, context.next_targets)
+        if context.prefixes:
+            further = torch.cat((further, self.prefixes[targets][..., None]), -1)
+        return further
+
+    def forward(self, tokens: Tensor, targets: Tensor, context: SpeedrunPlusContext) -> Tensor:
+        """tokens and targets (B, T) -> mean training loss in nats, on the next targets and their prefixes."""
+        x = self.hidden(tokens, context)
+        targets = self.targets_of(targets, context)
+        return self.kernels.loss(x, self.head, targets, self.cap(), context.loss_weights)
 
     def cap(self) -> tuple:
         return self.cfg.logit_softcap, self.cfg.logit_shift, self.cfg.logit_width

@@ -461,6 +461,7 @@ def test_booleans(name):
 @pytest.mark.parametrize("name", TUPLES)
 def test_tuples_are_comma_lists(name):
     kind, least, most = map(FIELDS[name].metadata.get, ("of", "least", "most"))
+    kind = kind or type(FIELDS[name].default[0])
     legal = dict(skip_layers=["0", "0,3, 1,2"], lr_switches=["0, 0.25"], lr_schedule=["0.5,2.5"],
                  count_orders=["0", "2", "3,1"], count_words=["0", "5,1"], copy_orders=["0", "2,3"],
                  stage_starts=["0,0.25"], fp8_head_most=["0,1,2.5"],

@@ -296,8 +296,8 @@ def test_golf_plus_rounds_on_the_device(tiny_data, monkeypatch):
     assert seen == [{"meta"}] and rows.device.type == scale.device.type == "cpu"
 
 
-def test_golf_plus_compresses_at_most_twice(monkeypatch):
-    """Wider steps are found by the entropy of the rounded weights, as brotli takes half a minute."""
+def test_golf_plus_finds_wider_steps_in_few_tries(monkeypatch):
+    """Each packs the whole, and brotli takes half a minute."""
     cfg = preset_config("golf_plus", dict(num_layers=2, loop_layers=(0,), model_dim=128, num_heads=2,
                                           num_kv_heads=1, vocab_size=512, artifact_keep=1000, gptq_batches=0))
     model = cfg.make_model()
@@ -313,7 +313,7 @@ def test_golf_plus_compresses_at_most_twice(monkeypatch):
         limit = round(part * whole)
         limited = replace(cfg, artifact_bytes_limit=limit + 50)
         packed = limited.pack(fake_run(limited, model))
-        assert 0.98 * limit < len(packed) <= limit and len(calls) == 2, (part, len(packed) / limit)
+        assert 0.98 * limit < len(packed) <= limit and len(calls) <= 4, (part, len(packed) / limit, calls)
 
 
 def test_an_artifact_that_fills_the_limit_fits(monkeypatch):
@@ -322,7 +322,6 @@ def test_an_artifact_that_fills_the_limit_fits(monkeypatch):
     monkeypatch.setattr(train_gpt, "pack_artifact", lambda model, options: bytes(round(
         1200 / options("embed")["coarser"])))
     monkeypatch.setattr(train_gpt.GolfPlus, "compress", lambda cfg, raw: raw)
-    monkeypatch.setattr(train_gpt.GolfPlus, "wider_steps", lambda *_: 4)
     for limit, size in [(350, 300), (349, 1200), (1250, 1200), (0, 1200)]:
         cfg = preset_config("golf_plus", dict(gptq_batches=0, artifact_bytes_limit=limit))
-        assert len(cfg.pack(fake_run(cfg))) == size
+        assert len(cfg.pack(fake_run(cfg, torch.nn.Linear(1, 1)))) == size
