@@ -536,8 +536,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, context: Any) -> Tensor:
         """tokens and targets (B, T) -> mean training loss in nats."""
-        x = self.hidden(tokens, context)
-        return self.kernels.loss(x, self.head, targets, self.cap())
+        return self.kernels.loss(self.hidden(tokens, context), self.head, targets, self.cap())
 
     def candidates(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """Further inputs of a training step on tokens and targets (B, T), each with B rows."""
@@ -983,8 +982,8 @@ def warmup_done(step: int, steps: int) -> float:
 
 def momentum_at(cfg: Any, warmup: float) -> float:
     """Muon's momentum when this much of its warmup is done, 0 to 1."""
-    start = cfg.muon_momentum_warmup_start
-    return start + (cfg.muon_momentum - start) * warmup
+    return (cfg.muon_momentum_warmup_start
+            + (cfg.muon_momentum - cfg.muon_momentum_warmup_start) * warmup)
 
 def warmdown_done(progress: float, part: float) -> float:
     """How much of the warmdown, the last `part` of the run, is done, 0 to 1; 0 if there is none (part 0)."""
@@ -1383,8 +1382,8 @@ def to_payload(model: Model, tensors: dict[str, Tensor]) -> dict:
     # they no longer share it, so the same model would have other bytes.
     constants = asdict(model.cfg)
     shape = {f.name: constants[f.name] for f in fields(model.cfg) if f.metadata["model"]}
-    tensors = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-    return dict(shape=shape, tensors=tensors, data=model.trained_on)
+    return dict(shape=shape, data=model.trained_on,
+                tensors={name: t.detach().to("cpu", copy=True) for name, t in tensors.items()})
 
 def read_file(path: Path) -> dict:
     """What torch.save wrote, with its checksums checked, which torch does not do. Raises Refused."""
@@ -1465,7 +1464,7 @@ def save_checkpoint(run: "Run") -> None:
         run.log(kind="checkpoint", step=state.step)
     run.saved = replace(state)
 
-def read_checkpoint(preset: str, given: dict[str, Any]) -> tuple[Any, dict]:
+def read_checkpoint(given: dict[str, Any]) -> tuple[Any, dict]:
     """(Config of the run that given["resume"] names, its checkpoint). given: what was typed with RESUME; it
     may only repeat what the run began with, but for RESUME_FREE. Raises Refused."""
     run_id = given["resume"]
@@ -1475,8 +1474,6 @@ def read_checkpoint(preset: str, given: dict[str, Any]) -> tuple[Any, dict]:
     require(checkpoint["code_sha256"] == script_sha256(),
             f"train_gpt.py is not what {run_id} began with: put {path.parent}/train_gpt.py here")
     saved = recipe_of(checkpoint["config"]["preset"])(**checkpoint["config"])
-    if preset != next(iter(RECIPES)):
-        given = given | dict(preset=preset)
     for name, value in given.items():
         there = getattr(saved, name, "nothing")
         require(name in RESUME_FREE or value == there,
@@ -2247,14 +2244,14 @@ def report_step(run: Run, clock: Clock, loss: Tensor, recent: Tensor, lr_factor:
     mean = mean_of_ranks(recent, run.team) / state.loss_steps
     recent.zero_()
     state.loss_steps = 0
-    step = state.step
     now = clock.seconds()
-    require(math.isfinite(mean), f"train_loss is not finite at step {step}: lower the learning rates")
-    left = now / Config.progress(cfg, step, now) - now  # a recipe's own progress may ignore one of the ends
-    run.log(f"step:{step}/{total_steps(cfg)} train_loss:{last:.4f} {time_text(now, step)} "
+    require(math.isfinite(mean), f"train_loss is not finite at step {state.step}: lower the learning rates")
+    # a recipe's own progress may ignore one of the ends
+    left = now / Config.progress(cfg, state.step, now) - now
+    run.log(f"step:{state.step}/{total_steps(cfg)} train_loss:{last:.4f} {time_text(now, state.step)} "
             f"tok/s:{state.tokens / now:.0f} lr_factor:{lr_factor:.3f} eta:{left:.0f}s mean_loss:{mean:.4f}",
-            kind="train", step=step, steps=total_steps(cfg), seconds=now, train_loss=last, mean_loss=mean,
-            tokens=state.tokens, lr_factor=lr_factor, eta=left)
+            kind="train", step=state.step, steps=total_steps(cfg), seconds=now, train_loss=last,
+            mean_loss=mean, tokens=state.tokens, lr_factor=lr_factor, eta=left)
 
 def validate(run: Run, stage: Stage | None, done: str) -> Score:
     """val_loss, off the clock, with the windows and loops of `stage` (None: those of evaluation), by the
@@ -2292,9 +2289,9 @@ def open_folder(cfg: Config, team: Team, log: Log, data: Data) -> Path:
     if team.rank == 0:
         require(cfg.resume or not folder.exists(), f"run_id={cfg.run_id!r}: {folder} exists")
         rule = "=" * 100
-        versions = f"python {sys.version.split()[0]} torch {torch.__version__}"
         gpus = [subprocess.getoutput("nvidia-smi | sed /Proc/Q")] if team.on_gpu else []
-        head = [script_source().decode(), rule, versions, f"hardware: {hardware(team)}", *gpus, rule]
+        head = [script_source().decode(), rule, f"python {sys.version.split()[0]} torch {torch.__version__}",
+                f"hardware: {hardware(team)}", *gpus, rule]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "train_gpt.py").write_bytes(script_source())
@@ -2429,7 +2426,7 @@ def run_once(argv: Sequence[str], env: Mapping, log: Log) -> None:
         if finished.exists():
             log(f"{given['resume']} has finished: its scores are in {finished}")
             return
-        cfg, checkpoint = read_checkpoint(preset, given)
+        cfg, checkpoint = read_checkpoint(given)
     else:
         cfg = preset_config(preset, given)
     changed = overrides(cfg)
@@ -3740,8 +3737,8 @@ class Golf(Config):
 
     def schedule(self, step: int, progress: float) -> "Schedule":
         """LR is 1, and falls linearly to 0 once warmdown_iters or fewer steps are left at the pace so far."""
-        progress_per_step = progress / max(step, 1)  # at the pace so far
-        warmdown = self.warmdown_iters * progress_per_step  # its length as a fraction of the run
+        # its length as a fraction of the run, at the pace so far
+        warmdown = self.warmdown_iters * (progress / max(step, 1))
         lr = min(1.0, (1 - progress) / warmdown) if warmdown else 1.0
         warmup = warmup_done(step, self.muon_momentum_warmup_steps)
         return Schedule(lr, momentum=momentum_at(self, warmup))
@@ -3806,8 +3803,8 @@ class GolfModel(Model):
     def context(self, T: int, device: torch.device, dtype: torch.dtype = torch.float32,
                 stage: Stage | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin of every position, each (T, 1, head_dim / 2), in the dtype of activations."""
-        frequencies = rope_spectrum(self.cfg.model_dim // self.cfg.num_heads, self.cfg.rope_base)
-        return rope_tables(T, frequencies, device, dtype)
+        head_dim = self.cfg.model_dim // self.cfg.num_heads
+        return rope_tables(T, rope_spectrum(head_dim, self.cfg.rope_base), device, dtype)
 
     def hidden(self, tokens: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """tokens (B, T) -> last activations, normalized (B, T, C)."""
@@ -5129,7 +5126,6 @@ class SpeedrunPlus(SpeedrunRecipe):
             chosen["qkv"] = fp8_qkv
         if fp8 and self.fp8_mlp:
             chosen["mlp"] = fp8_mlp
-            chosen["mlp_scales"] = DelayedScales
             if on_gpu and self.triton_kernels and triton:
                 chosen["mlp"] = partial(fp8_mlp, transpose=kernel_transpose)
         return SpeedrunPlusKernels(**chosen, **fast_loss(self, on_gpu, loss, kernel_losses))
@@ -5228,10 +5224,7 @@ def mudd_weights(x: Tensor, kind: Any, w1: Tensor, w2: Tensor, bias: Tensor, sca
 
 def gate_values(gates: list[MuddGate]) -> list[float]:
     """The initial values of all these gates, one after the other (n,)."""
-    values = []
-    for g in gates:
-        values += [g.first] * g.width
-    return values
+    return [g.first for g in gates for _ in range(g.width)]
 
 def mudd_gates(x: Tensor, gates: list[MuddGate], w1: Tensor, w2: Tensor, bias: Tensor,
                scale: Tensor) -> dict[int, dict[str, Tensor]]:
@@ -5313,11 +5306,8 @@ def embed_values(tokens: Tensor, layers: Sequence[int], tables: Sequence[Tensor]
                  dtype: torch.dtype) -> dict[int, Tensor]:
     """{layer: value embedding (B, T, H, D) of tokens (B, T)} for these layers, each by a table of its own
     (modded-nanogpt#63: -0.3 s). tables: (V, H * D) each, in the order of layers."""
-    found = {}
-    for layer, table in zip(layers, tables):
-        value_embed = F.embedding(tokens, table).to(dtype)
-        found[layer] = value_embed.unflatten(-1, (heads, -1))
-    return found
+    return {layer: F.embedding(tokens, table).to(dtype).unflatten(-1, (heads, -1))
+            for layer, table in zip(layers, tables)}
 
 def gated_value_embed(h: Tensor, value_embed: Tensor, weight: Tensor) -> Tensor:
     """A value embedding (B, T, H, D) times a gate from 0 to 2 per head, computed from the first channels
@@ -5365,11 +5355,9 @@ class DelayedScales:
         """Restores a checkpoint's scales, which rank 0 holds as of_ranks() returned them: each rank's own, or
         the maximum over ranks if their number has changed. None: the initial scales."""
         self.reset()
-        whole = self.values.detach().repeat(ranks, 1, 1)
         if stored is not None:
             same = len(stored) == ranks
-            whole.copy_(stored if same else stored.amax(0, keepdim=True).expand_as(whole))
-        self.values.copy_(whole[rank])
+            self.values.copy_(stored[rank] if same else stored.amax(0))
 
 class SpeedrunPlusOptimizer(Optimizer):
     """Keeps lm_head and the embedding one matrix until they are untied, and updates the model's delayed
@@ -5508,16 +5496,11 @@ def unscaled_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor | None) -> 
     """mlp() with the signature of fp8_mlp(); the delayed scales (3,) are ignored."""
     return mlp(x, fc, proj)
 
-def no_scales(layers: int) -> None:
-    """In place of DelayedScales: unscaled_mlp() needs none."""
-    return None
-
 @dataclass(frozen=True)
 class SpeedrunPlusKernels(WindowKernels):
     """The functions of speedrun_plus that have faster versions."""
     qkv: Callable = qkv_linear
     mlp: Callable = unscaled_mlp
-    mlp_scales: Callable = no_scales
 
 class SpeedrunPlusContext(NamedTuple):
     """What the forward pass needs besides tokens and weights."""
@@ -5610,7 +5593,7 @@ class SpeedrunPlusModel(Model):
         self.register_buffer("prefixes", torch.full((V,), -1), persistent=False)
         self.register_buffer("signs", random_signs(cfg.bigram_sign_rows, C), persistent=False)
         self.use(kernels)
-        self.scales = self.kernels.mlp_scales(cfg.num_layers)
+        self.scales = None if kernels.mlp is unscaled_mlp else DelayedScales(cfg.num_layers)
 
     def context(self, T: int, device: torch.device, dtype: torch.dtype = torch.float32,
                 stage: TargetStage | None = None) -> SpeedrunPlusContext:

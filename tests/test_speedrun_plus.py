@@ -382,7 +382,7 @@ def test_each_part_of_fp8_is_a_constant(part, monkeypatch):
     off = {name: False for name in ("fp8_head", "fp8_qkv", "fp8_mlp")}
     kernels = [small(fp8="all", **off | {part: on}).choose_kernels(False, lambda line: None)
                for on in (False, True)]
-    fields = dict(fp8_head=["loss"], fp8_qkv=["qkv"], fp8_mlp=["mlp", "mlp_scales"])
+    fields = dict(fp8_head=["loss"], fp8_qkv=["qkv"], fp8_mlp=["mlp"])
     without, having = map(vars, kernels)
     changed = [name for name in having if having[name] != without[name]]
     assert changed == fields[part]
@@ -393,8 +393,8 @@ def test_fp8_is_off_where_the_gpu_cannot(monkeypatch):
     """By itself; a given one is refused. So are sides that are no multiples of 16."""
     for capability, able in (((8, 0), False), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        scales = small().choose_kernels(True, print).mlp_scales
-        assert scales is (train_gpt.DelayedScales if able else train_gpt.no_scales)
+        kernels = small().choose_kernels(True, print)
+        assert (kernels.mlp is not train_gpt.unscaled_mlp) == able
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(Refused, match="8.9"):
         small(fp8="all").choose_kernels(True, print)
