@@ -70,7 +70,7 @@ def measured(report, tmp_path, monkeypatch):
             gpu_parts.measure(subject, what)
             return read(report)
         run = gpu_parts.assemble(subject)
-        calls, loss_args = gpu_parts.attention_calls(subject, run)
+        calls, loss_args = gpu_parts.attention_calls(run)
         what(subject, run, calls[0][0] if what is exact.attention_numbers else loss_args)
         return read(report)
 
@@ -720,42 +720,43 @@ def test_what_is_no_report_is_refused(content, words, tmp_path):
         gpu_results.tables(tmp_path)
 
 
-def test_the_tables_in_docs_are_what_the_tool_makes():
-    page = gpu_results.PAGE.read_text(encoding="utf-8")
-    assert page == gpu_results.page(page) and gpu_results.BEGIN in page
-
-
-def test_a_report_is_added(tmp_path, capsys):
-    """What is no report leaves nothing."""
-    file = tmp_path / "report.json"
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{gpu_results.BEGIN}{gpu_results.END}after\n")
+@pytest.fixture
+def results(tmp_path):
+    """results(report): adds it to an empty folder, with a page and a table of its own -> exit code."""
     folder = tmp_path / "results"
     folder.mkdir()
-    file.write_text(json.dumps(result(machine={})))
-    words = ["--add", str(file), "--name", "first", "--side-by-side", "--remark", "as it was"]
-    assert gpu_results.main(words, folder, file=page) == 2 and "saw no GPU" in capsys.readouterr().err
-    assert not [*folder.iterdir()]
-    file.write_text(json.dumps(result()))
-    assert gpu_results.main(words, folder, file=page) == 0
-    found = json.loads((folder / "first.json").read_text())
-    assert (found["side_by_side"], found["remark"]) == (True, "as it was")
-    text = page.read_text()
+    (tmp_path / "page.md").write_text(f"before\n{gpu_results.BEGIN}{gpu_results.END}after\n")
+
+    def add(report):
+        file = tmp_path / "report.json"
+        file.write_text(json.dumps(report))
+        return gpu_results.main([str(file), "first"], folder, tmp_path / "seen.tsv", tmp_path / "page.md")
+
+    return add
+
+
+def test_a_report_is_added(results, tmp_path, capsys):
+    """What is no report leaves nothing."""
+    assert results(result(machine={})) == 2 and "saw no GPU" in capsys.readouterr().err
+    assert not [*(tmp_path / "results").iterdir()]
+    assert results(result()) == 0
+    text = (tmp_path / "page.md").read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "H100, 2.13.0" in text
 
 
 # ---------- what a card has been seen to run
-def test_the_table_is_what_the_reports_show(tmp_path):
-    """No row of it was written by hand."""
-    rows = []
-    for path in sorted((ROOT / "docs/gpu_results").glob("*.json")):
-        rows += seen_on_gpu.rows_of(gpu_results.read(path), path.name)
-    made = tmp_path / "made.tsv"
-    seen_on_gpu.write(rows, made)
-    assert made.read_text() == seen_on_gpu.TABLE.read_text(encoding="utf-8") and len(seen_on_gpu.load()) > 10
+def test_the_tables_are_what_the_reports_show(tmp_path):
+    """No row of them was written by hand."""
+    table = tmp_path / "seen.tsv"
+    page = tmp_path / "page.md"
+    text = gpu_results.PAGE.read_text(encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
+    assert gpu_results.main([], gpu_results.FOLDER, table, page) == 0
+    assert table.read_text() == seen_on_gpu.TABLE.read_text(encoding="utf-8") and len(seen_on_gpu.load()) > 10
+    assert page.read_text(encoding="utf-8") == text and gpu_results.BEGIN in text
 
 
-def test_what_ran_is_seen_and_nothing_else(tmp_path):
+def test_what_ran_is_seen_and_nothing_else(results, tmp_path):
     """Operators by their dtypes, whatever their overload and layout; kernels by their families."""
     operators = [dict(operator="aten.mm", dtypes=["bfloat16", "bfloat16"], count=2, how="compiled step",
                       layouts=["contiguous", "transposed"])]
@@ -763,22 +764,14 @@ def test_what_ran_is_seen_and_nothing_else(tmp_path):
     attention = "attention 8x64, by triton_tem_fused_flex_attention_2: off from fp32 by 1%"
     report["verdicts"][0]["text"] = attention
     report["verdicts"][2]["figures"] = dict(kernels=[dict(name="triton_poi_fused_add_3", ms=1.0, launches=1)])
-    file = tmp_path / "r.json"
     table = tmp_path / "seen.tsv"
-    file.write_text(json.dumps(report))
-    folder = tmp_path / "results"
-    folder.mkdir()
-    page = tmp_path / "page.md"
-    page.write_text("")
-    assert gpu_results.main(["--seen", str(file)], folder, table, page) == 0
+    assert results(report) == 0
     assert [row.operator for row in seen_on_gpu.load(table)] == ["aten.mm", "triton_tem flex_attention"]
     for name in ("aten.mm", "aten.mm.out", "aten::mm", "mm"):
         assert seen_on_gpu.seen(name, ("bfloat16", "torch.bfloat16"), table), name
     assert not seen_on_gpu.seen("aten.mm", ("bfloat16", "float32"), table)
     assert not seen_on_gpu.seen("aten.addmm", ("bfloat16", "bfloat16"), table)
     assert not seen_on_gpu.seen("mm", (), table)
-    before = table.read_text()
-    assert gpu_results.main(["--seen", str(file)], folder, table, page) == 0 and table.read_text() == before
 
 
 @pytest.mark.parametrize("kernel, found", [

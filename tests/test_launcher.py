@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import train_gpt
-from helpers import ROOT, SCRIPT, TOY, look, slow, wait_until
-from tools.dev.screens import on_terminal
+from helpers import ROOT, SCRIPT, TOY, look, on_terminal, slow, wait_until
 from tools.run import guard, launch, prepare, pulse, surroundings
 from tools.run.preflight import Report
 from train_gpt import Refused, load_config

@@ -14,8 +14,7 @@ import sentencepiece as spm
 import torch
 
 import train_gpt
-from helpers import ROOT, SCRIPT, TOY, tokens_of, train_tokenizer, write_dataset
-from tools.dev.screens import on_terminal
+from helpers import ROOT, SCRIPT, TOY, on_terminal, tokens_of, train_tokenizer, write_dataset
 from tools.run import sample, show
 from tools.run.sample import Opened, Refused, Settings, Text
 

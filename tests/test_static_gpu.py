@@ -480,10 +480,12 @@ def test_rows_beyond_two_to_the_31_by_triton_s_interpreter(name, tmp_path):
     source = SCRIPT.read_text()
     assert not old or source.count(old) == 1
     (tmp_path / "tools/gpu").mkdir(parents=True)
-    for tool in ("__init__.py", "gpu/__init__.py", "gpu/interpret_rows.py", "gpu/interpret_kernels.py"):
-        shutil.copy(ROOT / "tools" / tool, tmp_path / "tools" / tool)
+    (tmp_path / "tests").mkdir()
+    for file in ("tools/__init__.py", "tools/gpu/__init__.py", "tools/gpu/interpret_kernels.py",
+                 "tests/interpret_rows.py"):
+        shutil.copy(ROOT / file, tmp_path / file)
     (tmp_path / "train_gpt.py").write_text(source.replace(old, new) if old else source)
-    done = subprocess.run([sys.executable, tmp_path / "tools/gpu/interpret_rows.py"], capture_output=True,
+    done = subprocess.run([sys.executable, tmp_path / "tests/interpret_rows.py"], capture_output=True,
                           text=True)
     wrong = [line for line in done.stdout.splitlines() if line.startswith("DIFFERENT")]
     assert done.returncode == bool(wrong) == bool(old), done.stdout + done.stderr

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers import ROOT, slow, wait_until
-from tools.dev.screens import on_terminal
+from helpers import ROOT, on_terminal, slow, wait_until
 from tools.run import guard, watch
 
 WATCH = [sys.executable, str(ROOT / "tools/run/watch.py")]

@@ -24,6 +24,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -44,7 +45,6 @@ from tools.gpu import seen_on_gpu  # noqa: E402
 if TYPE_CHECKING:  # the spec names the folder of the one that runs
     from torch._ops import OpOverload
 
-    from tools.dev.bench import LazyMask
     from train_gpt import Kernels, Optimizer, Run, Stage
 
 LEAST_GAIN = 0.5  # ms per step that a constant must gain
@@ -67,7 +67,7 @@ def tile(m: int, n: int, warps: int, stages: int, m1: int = 0, n1: int = 0, *lau
 
 
 # FLEX_OPTIONS to time beside torch's own choice, by the card's generation and the head size of queries and
-# keys: of those that compile without spilling (tiles.py, docs/log.md) the ones to try first
+# keys: of those that compile without spilling (docs/log.md) the ones to try first
 TILES = {
     (9, 96): [tile(128, 64, 8, 3), tile(128, 64, 8, 3, 64, 64, 8, 3)],
     (10, 96): [tile(128, 64, 8, 3), tile(128, 64, 8, 3, 64, 128, 8, 2)],
@@ -354,25 +354,48 @@ def random_tokens(run: Run, stage: Stage) -> Tensor:
     return tokens
 
 
-def attention_calls(subject: Subject, run: Run) -> tuple[list[tuple[Call, int]], tuple[Any, ...] | None]:
-    """([(call, how many layers make it)] of a micro-step of the dearest stage, the arguments of its loss)."""
+class LazyMask(NamedTuple):
+    """Arguments of window_mask() and its versions: what is timed makes the mask itself, as a compiled step
+    does."""
+
+    window: int | Tensor
+    T: int
+    documents: Tensor | None
+    device: torch.device
+
+
+def attention_calls(run: Run) -> tuple[list[tuple[Call, int]], tuple[Any, ...] | None]:
+    """([(call, how many layers make it)] of a micro-step of the dearest stage, its loss's arguments, None
+    for a model that computes its own). Meanwhile attention gives values back."""
     stage = last_stage(run)
+    model = run.model
+    kernels = model.kernels
     tokens = random_tokens(run, stage)
+    context = model.context(stage.row_tokens, run.team.device, run.team.dtype, stage)
     calls: list[Call] = []
+    losses: list[tuple[Any, ...]] = []
 
-    def note(q: Tensor, k: Tensor, v: Tensor, mask: LazyMask | None) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: LazyMask | None) -> Tensor:
         T = q.size(2)
-        window = T
-        documents = None
-        if mask is not None:
-            window = int(mask.window)
-            documents = mask.documents
-        calls.append(Call(tuple(q.shape), tuple(k.shape), tuple(v.shape), min(window, T), documents))
+        window = T if mask is None else min(int(mask.window), T)
+        documents = None if mask is None else mask.documents
+        calls.append(Call(tuple(q.shape), tuple(k.shape), tuple(v.shape), window, documents))
+        return v.repeat_interleave(q.size(1) // v.size(1), 1)
 
-    _, loss_args = subject.bench.recorded_calls(run, stage, tokens, note)
+    def loss(*args: Any) -> Tensor:
+        losses.append(args)
+        return args[0].sum()
+
+    noting: dict[str, Any] = dict(attention=attention, loss=loss)
+    if hasattr(kernels, "window_mask"):
+        noting["window_mask"] = LazyMask
+    model.use(replace(kernels, **noting))
+    with torch.no_grad():
+        model(tokens, tokens, context, *model.candidates(tokens, tokens))
+    model.use(kernels)
     counts = Counter([call.kind() for call in calls])
     distinct = {call.kind(): call for call in calls}
-    return [(call, counts[kind]) for kind, call in distinct.items()], loss_args
+    return [(call, counts[kind]) for kind, call in distinct.items()], losses[0] if losses else None
 
 
 def attention_inputs(run: Run, call: Call) -> list[Tensor]:
@@ -643,7 +666,7 @@ def rank_of_eight(subject: Subject, run: Run) -> None:
     trainer = subject.trainer
     expected = [] if subject.toy else EXPECTED.get(report.preset, [])
     stages: dict[tuple[int, int], Stage] = {}
-    for stage in subject.bench.distinct_stages(run.cfg):
+    for stage in run.cfg.stages():
         stages.setdefault((stage.batch_tokens, stage.row_tokens), stage)
     own_an_eighth(subject, run)
     gc.collect()  # the whole optimizer
@@ -781,7 +804,7 @@ def measure(subject: Subject, part: str) -> None:
     if run is None:
         return
     if part == "kernels":
-        found = report.attempt("shapes", attention_calls, subject, run)
+        found = report.attempt("shapes", attention_calls, run)
         if found:
             report.attempt("kernels", time_kernels, subject, run, *found)
         return
