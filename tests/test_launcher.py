@@ -91,11 +91,11 @@ def prepared(*argv, **env):
 
 def torchrun(ranks, *words):
     start = ["-m", guard.TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"]
-    return dict(words=[*start, *words], ranks=ranks)
+    return dict(words=[*start, *words], ranks=ranks, gpus=[], flops=[])
 
 
 def alone(*words):
-    return dict(words=[*words], ranks=1)
+    return dict(words=[*words], ranks=1, gpus=[], flops=[])
 
 
 GOLF = "logs/.script/golf/train_gpt.py"
@@ -610,7 +610,8 @@ if "FETCHING" in os.environ:
     fetching.wait()
 if "REFUSED" in os.environ:
     sys.exit(2)
-print(json.dumps(dict(words=json.loads(os.environ["WORDS"]), ranks=int(os.environ.get("RANKS", 1)))))
+print(json.dumps(dict(words=json.loads(os.environ["WORDS"]), ranks=int(os.environ.get("RANKS", 1)), gpus=[],
+                      flops=[])))
 """
 SHOW = """
 import os, sys, time
@@ -700,7 +701,7 @@ print("getting data: x", flush=True)
 time.sleep(0.7)
 print("75 %", file=sys.stderr, flush=True)
 print("parameters:7", flush=True)
-print(json.dumps(dict(words=json.loads(os.environ["WORDS"]), ranks=1)))
+print(json.dumps(dict(words=json.loads(os.environ["WORDS"]), ranks=1, gpus=[], flops=[])))
 """
 
 
@@ -733,18 +734,20 @@ def test_a_logger_gets_scalars_and_samples(place, marker):
     (place / "wandb.py").write_text(WANDB)
     (place / "train_gpt.py").write_text(f"import os\nassert 'LOGGER' not in os.environ\n{TRAINER}")
     code, out, err = ended(start(place, marker, "LOGGER=wandb", PYTHONPATH=str(place)))
-    assert (code, err) == (0, "") and out.endswith("samples sample 1: x\n")
+    assert (code, err) == (0, "") and out.endswith("\nsample 1: x\n")
     assert ended(start(place, marker, LOGGER="wandb", PYTHONPATH=str(place), REFUSED="1"))[0] == 2
     code, _, err = ended(start(place, marker, LOGGER="mlflow"))
-    assert (code, err) == (2, "run.sh: LOGGER=mlflow is none of tensorboard, wandb\n")
+    assert (code, err) == (2, "run.sh: LOGGER=mlflow is none of tensorboard, wandb, trackio\n")
 
 
 WANDB = """
 class Run:
-    summary = {}
-    def log(self, values, step): pass
-    def finish(self): print("samples", self.summary["samples"], flush=True)
-def init(**_): return Run()
+    def log(self, values, step=None):
+        print(*values.values(), flush=True)
+    def finish(self):
+        pass
+def init(project, name, config):
+    return Run()
 """
 
 

@@ -3,7 +3,7 @@ prints the plan.
 
 launch.py calls it in a process of its own, whose memory, also that on a GPU, is free again when training
 starts. The last line that it prints is the answer, in JSON: `words` that make Python the trainer or torchrun,
-and how many `ranks` there will be.
+how many `ranks` there will be, and for MFU their `gpus` and the `flops` per token of each stage.
 """
 import json
 import os
@@ -174,7 +174,8 @@ def prepare(words: Words, env: Mapping[str, str]) -> dict[str, Any] | None:
     command = [str(script_path(preset, alone, run_id)), *flags]
     if ranks > 1:
         command = ["-m", TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", *command]
-    return dict(words=command, ranks=ranks)
+    names = [torch.cuda.get_device_name(n) for n in range(ranks)] if report.flops else []
+    return dict(words=command, ranks=ranks, gpus=names, flops=[*report.flops])
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
