@@ -13,7 +13,6 @@ card computes is compared with fp32 by `./run.sh test -m gpu`.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import os
 import shutil
@@ -40,12 +39,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
     sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
-from tools.gpu import seen_on_gpu  # noqa: E402
+from tools.gpu import seen_on_gpu, static  # noqa: E402
 
 if TYPE_CHECKING:  # the spec names the folder of the one that runs
     from torch._ops import OpOverload
 
-    from train_gpt import Kernels, Optimizer, Run, Stage
+    from train_gpt import Optimizer, Run, Stage
 
 LEAST_GAIN = 0.5  # ms per step that a constant must gain
 LEAST_PART = 0.1  # of the time of what it changes
@@ -217,15 +216,6 @@ class Subject(NamedTuple):
         """A function as compiled steps run it; at toy size without building anything."""
         back_end = "aot_eager" if self.toy else "inductor"
         return torch.compile(function, dynamic=False, fullgraph=True, backend=back_end)
-
-
-def load_trainer(folder: Path) -> ModuleType:
-    """train_gpt.py of a folder, under its own name, so that tools/dev/bench.py measures it."""
-    spec = importlib.util.spec_from_file_location("train_gpt", folder / "train_gpt.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_gpt"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def one_rank_of_eight(trainer: ModuleType, preset: str, given: dict[str, str], toy: bool) -> dict[str, str]:
@@ -411,7 +401,7 @@ def attention_inputs(run: Run, call: Call) -> list[Tensor]:
     return [q, k, v, grad]
 
 
-def by_kernels(kernels: Kernels, call: Call, device: torch.device) -> Callable[..., Tensor]:
+def by_kernels(kernels: Any, call: Call, device: torch.device) -> Callable[..., Tensor]:
     """Attention as a compiled step with these Kernels computes it."""
     T = call.q[2]
     documents = call.documents
@@ -608,7 +598,7 @@ def loop(subject: Subject, run: Run) -> None:
     for stage in dict.fromkeys([stage for stage, _ in steps]):
         times = sorted([ms for its, ms in steps if its == stage])
         typical[stage] = times[len(times) // 2]
-        row = dict(tokens=stage[0], row_tokens=stage[1], steps=len(times))
+        row: dict[str, float] = dict(tokens=stage[0], row_tokens=stage[1], steps=len(times))
         row |= dict(p50=typical[stage], p99=times[int(len(times) * 0.99)])
         text = f"{stage[0]:,} tokens a step: p50 {row['p50']:.1f} ms, p99 {row['p99']:.1f}"
         report.say("note", text, **row)
@@ -703,8 +693,6 @@ def profile_step(subject: Subject, run: Run) -> None:
     """The 15 kernels that take longest, with the rate of memory traffic that `static` counts for them."""
     from torch.profiler import ProfilerActivity, profile
 
-    from tools.gpu import static as static_gpu
-
     stage = last_stage(run)
     batch = run.loader.next(stage.batch_tokens, stage.row_tokens // run.cfg.train_seq_len, stage.doc_len)
     step = subject.bench.step_function(subject.trainer, run, stage)
@@ -719,7 +707,7 @@ def profile_step(subject: Subject, run: Run) -> None:
     on_gpu = run.team.on_gpu
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     width = batch[0].numel() * run.cfg.model_dim * 4
-    counted = static_gpu.count_bytes(torch, note, width) if on_gpu else nullcontext()
+    counted = static.count_bytes(torch, note, width) if on_gpu else nullcontext()
     with counted, profile(activities=[activity]) as found:
         for _ in range(steps):
             step(batch)
@@ -821,13 +809,11 @@ def main(path: str) -> int:
     toy = spec["toy"]
     report = Report(Path(spec["events"]), part, spec["preset"], spec["machine"])
     report.doing("importing torch's compiler")
-    trainer = load_trainer(Path(spec["trainer"]))
+    trainer = static.load_trainer(Path(spec["trainer"], "train_gpt.py"))
     from tools.dev import bench
 
     if ON_STAND_IN:
-        from tools.gpu import static as static_gpu
-
-        kept = static_gpu.replace_attention(torch, lambda *_: None)  # noqa: F841  held until the end
+        kept = static.replace_attention(torch, lambda *_: None)  # noqa: F841  held until the end
     torch._dynamo.config.recompile_limit = 64  # kinds of attention; beyond it runs uncompiled
     if toy:
         torch.set_num_threads(1)  # more gain nothing at this size

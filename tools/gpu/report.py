@@ -48,7 +48,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 HERE = Path(__file__).resolve().parent
@@ -57,14 +57,12 @@ if __name__ == "__main__":  # our modules are those of this checkout, whatever e
     sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
 from tools.gpu import plan as gpu_plan  # noqa: E402
 from tools.gpu import results as gpu_results  # noqa: E402
+from tools.gpu import static  # noqa: E402
 from tools.gpu.plan import PARTS, PRESETS, Part  # noqa: E402
 from tools.run import surroundings  # noqa: E402
 
 if __name__ == "__main__":  # for the processes of the parts, which are trainers, too
     os.environ.update(surroundings.allocator(os.environ))
-
-if TYPE_CHECKING:  # --trainer names the folder of the one that runs
-    from train_gpt import Config
 
 TRAIN_STEPS = 20
 TRAIN_STEPS_OF_A_TOY = 10
@@ -297,7 +295,7 @@ class Workshop:
         self.folder = folder
         self.settings: dict[str, dict[str, str]] = {}
 
-    def random_tokens(self, cfg: Config) -> dict[str, str]:
+    def random_tokens(self, cfg: Any) -> dict[str, str]:
         """Random tokens for a preset's vocabulary and rows, written once."""
         folder = self.folder / f"tokens_{cfg.vocab_size or 1024}_{cfg.eval_context or cfg.train_seq_len}"
         known = folder / "settings.json"
@@ -317,7 +315,7 @@ class Workshop:
         file.write_text(json.dumps({word: token for token, word in enumerate(words[:50_257])}))
         return file
 
-    def rows(self, report: Report, cfg: Config) -> str:
+    def rows(self, report: Report, cfg: Any) -> str:
         """DEVICE_BATCH_SIZE of a preset that has the card to itself."""
         if cfg.preset in ROWS:
             return ROWS[cfg.preset]
@@ -615,7 +613,7 @@ def main(argv: list[str]) -> int:
     print("...   importing torch", flush=True)
     from tools.gpu import parts as gpu_parts
 
-    trainer = gpu_parts.load_trainer(args.trainer)
+    trainer = static.load_trainer(args.trainer / "train_gpt.py")
     from tools.dev import bench
 
     try:

@@ -129,7 +129,7 @@ def mfu(preset: str, tokens: int, row_tokens: int, ms: float, gpu: str) -> str:
     import train_gpt
     from tools.run import plan
 
-    cfg = train_gpt.load_config(dict(PRESET=preset))
+    cfg: Any = train_gpt.load_config(dict(PRESET=preset))
     cfg = train_gpt.replace(cfg, vocab_size=cfg.vocab_size or 1024)
     peak = cards.peak_flops(gpu)
     for stage in cfg.stages():

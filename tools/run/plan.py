@@ -311,11 +311,6 @@ def plan_lines(cfg: Any, machine: Machine, micro: int, code: Callable[[], int]) 
     yield from stage_lines(cfg)
 
 
-def what_differs(lines: list[str], others: list[str]) -> list[str]:
-    """The lines of a plan that another one lacks: a proxy's, beside its recipe's."""
-    return [line for line in lines if line not in others]
-
-
 def lr_marks(cfg: Any) -> dict[int, float]:
     """{step: LR factor from there on, before the warmdown} where a stage begins or the factor changes."""
     last = total_steps(cfg)
