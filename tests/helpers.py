@@ -10,6 +10,7 @@ import math
 import os
 import pty
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -234,6 +235,13 @@ def on_terminal(command, cwd, columns=100, env=None):
     text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", out.decode(errors="replace")).replace("\r\n", "\n")
     rows = [row.split("\r") for row in text.split("\n")]
     return code, [row[-1].rstrip() for row in rows], [text for row in rows for text in row[:-1]]
+
+
+def free_port():
+    """Of this machine, which nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def wait_until(condition, seconds=120):

@@ -3,7 +3,6 @@ space; their links lead somewhere."""
 import os
 import re
 import shutil
-import socket
 import subprocess
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ import yaml
 
 import fork_server
 import train_gpt
-from helpers import ROOT, TOY, slow
+from helpers import ROOT, TOY, free_port, slow
 
 BY_HEADING = ("README.md", "docs/running.md")
 PAGES = [*BY_HEADING, "docs/first_change.md", "docs/own_text.md", "docs/first_gpu.md"]
@@ -20,12 +19,6 @@ NOWHERE = "http://127.0.0.1:9"
 SMALL = TOY | dict(OMP_NUM_THREADS="1", ITERATIONS="4", VAL_TOKENS="1024", SAMPLE_TOKENS="2",
                    TRAIN_BATCH_TOKENS="256", COUNT_ORDERS="2", COUNT_WORDS="0")
 SMALL |= dict(HF_ENDPOINT=NOWHERE, CORE_BUNDLE_URL=NOWHERE, GPT2_VOCAB_URL=NOWHERE)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # What stands for something else, or is too large: a pattern and what it becomes

@@ -6,14 +6,13 @@ import gc
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, SCRIPT
+from helpers import ROOT, SCRIPT, free_port
 from tools.dev import bench
 from tools.gpu import parts as gpu_parts
 from tools.gpu import static
@@ -80,12 +79,6 @@ def run_as_rank(folder):
     if os.environ["RANK"] == "0":
         (folder / "notes.json").write_text(json.dumps(notes))
     return code
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 WARMUP_STEP = ("        train_step(run.loss_fn, run.optimizer, batch, micro, context, 1.0, "

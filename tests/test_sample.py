@@ -16,7 +16,8 @@ import torch
 import train_gpt
 from helpers import ROOT, SCRIPT, TOY, on_terminal, tokens_of, train_tokenizer, write_dataset
 from tools.run import sample, show
-from tools.run.sample import Opened, Refused, Settings, Text
+from records.judge.runs import Refused
+from tools.run.sample import Opened, Settings, Text
 
 RUN = TOY | dict(RUN_ID="first", SAVE_EVERY="10", VAL_TOKENS="2048")
 FILES = ["final_model.int8.ptz", "final_model.pt", "checkpoint.pt"]

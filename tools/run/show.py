@@ -18,12 +18,12 @@ ROOT = HERE.parent.parent
 if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
     sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
 from data import inputs  # noqa: E402
-from records.judge.runs import Run, batch_means, read_events, run_of_events  # noqa: E402
+from records.judge.runs import Refused, Run, batch_means, demand, read_events, run_of_events  # noqa: E402
 from records.judge.scores import partial_line  # noqa: E402
 from records.show.curves import SPLITS  # noqa: E402
 from tools.run import plan  # noqa: E402
 from tools.run.sample import (  # noqa: E402
-    SAMPLES, Refused, Settings, brief, demand, find_model, import_script, keep, sample_lines)
+    SAMPLES, Settings, brief, find_model, import_script, keep, sample_lines)
 from tools.run.watch import in_rows, target_of  # noqa: E402
 
 SAMPLE_ROWS = 5         # of each sample on a terminal; samples.txt has them all
