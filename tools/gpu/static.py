@@ -331,7 +331,7 @@ def window_pairs(cfg: Any, stage: Stage, document: int = 0) -> int:
         return 0
     from tools.run import plan
 
-    for layer in cfg.layers(stage) if older(trainer) else plan.layers_of(cfg, stage):
+    for layer in plan.layers_of(cfg, stage):
         if layer.window and (layer.window < T - 1 or in_documents(cfg)):
             firsts = [max(0, (q * unit - layer.window) // unit) for q in range(T // unit)]
             if document:
@@ -354,14 +354,6 @@ def memory_plan(trainer: ModuleType, cfg: Config, team: Team) -> tuple[int, int]
     here = machine.Machine(team.world_size, team.world_size, True, team.device, team.dtype, free, 1)
     micro = plan.micro_batch(cfg, here)
     return micro, plan.step_memory(cfg, here, micro)
-
-
-def windows_of(cfg: Config, stage: Stage, T: int) -> dict[str, int]:
-    """{name: tokens that a token sees} in rows of T; {}: all in every layer."""
-    if not hasattr(cfg, "windows"):
-        return {}
-    sizes = cfg.windows(stage, T)
-    return sizes if "long_window" in sizes else dict(long_window=sizes["L"], short_window=sizes["S"])
 
 
 class Subject:
@@ -461,6 +453,8 @@ class Subject:
 
     def stage(self, stage: Stage) -> dict[str, Any]:
         """Figures of a step of a stage: the mean over as many as Adam waits for."""
+        from tools.run import plan
+
         run = self.run
         cfg = self.run.cfg
         torch = self.torch
@@ -502,7 +496,7 @@ class Subject:
             T=T,
             rows=rows,
             micro_batch=micro,
-            window=windows_of(cfg, stage, T).get("long_window", 0),
+            window=plan.windows_of(cfg, stage, T).get("long_window", 0),
             **found,
             waits=waits,
             host_ms=round(host, 1),
@@ -535,7 +529,9 @@ class Subject:
 
 def stage_name(cfg: Any, stage: Any) -> str:
     """`x3 window 1664`, and loops where there are any."""
-    long = windows_of(cfg, stage, stage.row_tokens).get("long_window", 0)
+    from tools.run import plan
+
+    long = plan.windows_of(cfg, stage, stage.row_tokens).get("long_window", 0)
     name = f"x{stage.batch_tokens // cfg.train_batch_tokens} window {long}"
     return name + (f" loops {stage.loops}" if getattr(stage, "loops", 0) else "")
 
