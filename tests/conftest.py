@@ -307,20 +307,9 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left]
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session):
-    """What -k and -m have left, of which each gpu test gets a process of its own."""
-    if not session.config.option.collectonly:
-        alone.arrange(session.config, session.items)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
     return alone.run(item)
-
-
-def pytest_unconfigure(config):
-    alone.finish(config)
 
 
 # ---------------------------------------------------------------- faults

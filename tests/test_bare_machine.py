@@ -47,20 +47,6 @@ def test_no_compiler(place):
     assert result["steps"] == 2 and result["config"]["compile"] == "0"
 
 
-@pytest.mark.parametrize("damage, words", [
-    (lambda path: path.unlink(), "is missing"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "toy_train_000001.bin")])
-def test_data_half_downloaded(tiny_data, tmp_path, damage, words):
-    """The command that completes them is named; a .part file is no shard."""
-    shutil.copytree(tiny_data / "data", tmp_path / "data")
-    shard = tmp_path / TOY["DATA_PATH"] / "toy_train_000001.bin"
-    damage(shard)
-    shard.with_name("toy_train_000009.bin.part").write_bytes(b"x")
-    done = run(tmp_path, sys.executable, LAUNCH)
-    assert done.code == 2 and words in done.err and "./run.sh data" in done.err, done.err
-    assert len(done.err.splitlines()) == 1 and not (tmp_path / "logs").exists()
-
-
 def test_an_old_python_by_hand(tmp_path):
     code = "import datetime, runpy, sys; del datetime.UTC; runpy.run_path(sys.argv[1], run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code, SCRIPT], cwd=tmp_path, capture_output=True, text=True)
