@@ -17,8 +17,9 @@ attention by functions that allocate what the fused kernels would; the init, whi
 
 Milliseconds "at the ceilings" are those of a GPU that reaches the ceilings in tools/run/cards.py in every
 part, one after another: a way to see which part grew, no prediction. The time of the ranks' collectives
-stands beside it. "estimate by what an H100 took" is the counted work at the rates that one H100 reached,
-kernel by kernel (kernel_costs.py). Exit code 1: some PROBLEM line was printed.
+stands beside it, and bytes that torch's own kernels move are in neither. "estimate by what an H100 took" is
+the counted work at the rates that one H100 reached, kernel by kernel (kernel_costs.py). Exit code 1: some
+PROBLEM line was printed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ import ctypes
 import importlib.util
 import itertools
 import json
-import math
 import os
 import re
 import subprocess
@@ -240,87 +240,6 @@ def count_bytes(torch: ModuleType, note: Note, width: int) -> Iterator[None]:
         CachingAutotuner.run = real
 
 
-# Operators that launch nothing, and products, which are counted apart
-NO_LAUNCH = set(
-    """view view_as as_strided transpose t permute expand slice select unsqueeze squeeze detach alias
-    reshape _unsafe_view unflatten flatten split chunk unbind narrow empty empty_like empty_strided new_empty
-    item is_nonzero _local_scalar_dense record_stream resolve_conj to mm bmm addmm baddbmm
-    _scaled_mm""".split()
-)  # `to` launches what it calls, if its tensor is not already so
-FOREACH = ("_foreach_copy_", "_foreach_add_", "_foreach_zero_")  # on lists, whose dtypes torch does not note
-DTYPE_BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "bool": 1, "unsigned char": 1}  # others: 2
-
-
-@contextmanager
-def list_bytes(torch: ModuleType) -> Iterator[dict[str, collections.deque[int]]]:
-    """Yields {name in FOREACH: bytes of each call}: those of its tensor lists, the first of which counts
-    twice where it is both read and written."""
-    noted: dict[str, collections.deque[int]] = collections.defaultdict(collections.deque)
-    real = {name: getattr(torch, name) for name in FOREACH}
-
-    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted_call(first: Sequence[Tensor], *others: Any, **kwargs: Any) -> Any:
-            lists = [first, *(x for x in others if isinstance(x, (list, tuple)))]
-            sizes = [sum(t.nbytes for t in tensors) for tensors in lists]
-            noted[name].append(sum(sizes) + (sizes[0] if name == "_foreach_add_" else 0))
-            return call(first, *others, **kwargs)
-
-        return noted_call
-
-    for name, call in real.items():
-        setattr(torch, name, noting(name, call))
-    try:
-        yield noted
-    finally:
-        for name, call in real.items():
-            setattr(torch, name, call)
-
-
-def moved_bytes(name: str, sizes: list[int]) -> int:
-    """Bytes that an operator reads and writes. sizes: of its tensors, in order."""
-    if name in ("copy_", "fill_", "zero_"):
-        return sum(sizes)  # what the first tensor held isn't read
-    if name == "add" and len(sizes) == 4 and sizes[3]:
-        return sum(sizes)  # the last one is the result: out=
-    return sum(sizes) + max(sizes, default=0)
-
-
-def eager_bytes(torch: ModuleType, function: Callable[[], None]) -> int:
-    """Bytes that torch's own kernels read and write: of each operator its inputs, and the largest again as
-    its result; of tensor lists that are concatenated, as bf16. Without collectives."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found, list_bytes(torch) as noted:
-        function()
-    events = found.profiler.kineto_results.events()
-    events = [event for event in events if event.name().startswith(("aten::", "c10d::"))]
-    events.sort(key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns()))
-    total = 0
-    collective = {}  # {thread: end of its last collective}
-    for event, after in zip(events, [*events[1:], None]):
-        end = event.start_ns() + event.duration_ns()
-        thread = event.start_thread_id()
-        if event.name().startswith("c10d::"):
-            collective[thread] = max(end, collective.get(thread, 0))
-        if event.start_ns() < collective.get(thread, 0):
-            continue  # the copies by which the fake process group stands for NCCL
-        inner = after and after.start_thread_id() == event.start_thread_id() and after.start_ns() < end
-        name = event.name()[6:]
-        of_lists = noted[name].popleft() if noted.get(name) else 0
-        if inner or name.rstrip("_") in NO_LAUNCH:
-            continue  # it calls another one, which counts, or launches nothing
-        if of_lists:
-            total += of_lists
-            continue
-        sizes = []
-        shapes = getattr(event, "structured_input_shapes", event.shapes)  # torch 2.11 has the latter only
-        for shape, dtype in zip(shapes(), event.dtypes()):
-            many = shape if shape and isinstance(shape[0], list) else [shape]
-            sizes.append(sum(DTYPE_BYTES.get(dtype, 2) * math.prod(one) for one in many if one))
-        total += moved_bytes(name, sizes)
-    return total
-
-
 def window_pairs(cfg: Any, stage: Stage, document: int = 0) -> int:
     """Pairs of query and key that flex attention computes of a row, in blocks of 128, in all layers that use
     it. Documents, which make them fewer, are not known here; document: as if each had so many tokens."""
@@ -479,7 +398,6 @@ class Subject:
         self.memory()
         _, lines, waits = self.recorder.of(steps)
         memory = self.memory()
-        eager = eager_bytes(torch, steps)
         began = time.perf_counter()
         steps()
         host = 1e3 * (time.perf_counter() - began) / every
@@ -489,9 +407,9 @@ class Subject:
         flex = flops * window_pairs(cfg, stage)
         document = kernel_costs.DOCUMENT if in_documents(cfg) else 0
         seen = flops * window_pairs(cfg, stage, document)
-        found = figures(lines, flex, eager, every)
+        found = figures(lines, flex, every)
         if run.team.device.type == "cuda" and os.environ.get("STATIC_NAME") == CARDS["h100"].name:
-            found |= kernel_costs.estimate(lines, seen, eager, every)
+            found |= kernel_costs.estimate(lines, seen, every)
         return dict(
             T=T,
             rows=rows,
@@ -521,7 +439,7 @@ class Subject:
         seconds = time.perf_counter() - began
         self.memory()
         _, lines, _ = self.recorder.of(score)
-        found = figures(lines, 0, 0, 1)
+        found = figures(lines, 0, 1)
         return dict(
             T=T, rows=rows, seconds=round(seconds, 1), launches=found["launches"], **self.memory()
         )
@@ -545,8 +463,8 @@ def refusals(lines: list[list[str]]) -> dict[str, int]:
     return dict(collections.Counter(line[1] for line in lines if line[0] == "refused"))
 
 
-def figures(lines: list[list[str]], flex_flop: float, eager: float, steps: int) -> dict[str, Any]:
-    """What the lines of so many steps say of one step. Of all of them: flex_flop, eager (bytes)."""
+def figures(lines: list[list[str]], flex_flop: float, steps: int) -> dict[str, Any]:
+    """What the lines of so many steps say of one step. flex_flop: of all of them."""
     name = os.environ.get("STATIC_NAME", CARDS["h100"].name)
     card = next(card for card in CARDS.values() if card.name == name)
     kinds: collections.Counter[str] = collections.Counter()
@@ -581,9 +499,8 @@ def figures(lines: list[list[str]], flex_flop: float, eager: float, steps: int) 
             row[1:] = row[1] + 1, max(row[2], int(words[4])), max(row[3], int(words[5]))
     ms["attention"] = 1e3 * flop["dense attention"] / card.attention
     flop["flex attention"] = flex_flop
-    moved["eager"] = eager
     ms["attention"] += 1e3 * flex_flop / (0.8 * card.attention)
-    ms["elementwise"] = 1e3 * (moved["triton"] + moved["eager"] + moved["memset"]) / card.memory
+    ms["elementwise"] = 1e3 * (moved["triton"] + moved["memset"]) / card.memory
     launched = ("triton", "torch", "gemm", "attention", "copy", "memset")
     total = sum(ms.values()) / steps
     return dict(
