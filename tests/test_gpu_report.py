@@ -594,25 +594,6 @@ def test_the_rehearsal_and_the_screen_in_the_docs(tmp_path):
     assert len(shown) > 15 and shown == screen_of(done.out), done.out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [4, 12, 25])
-def test_a_rehearsal_killed_at_a_moment(seconds, tmp_path):
-    """Its file is valid, and neither trainers nor compilers go on."""
-    mark = f"{os.getpid()}_toy_{seconds}"
-    process = subprocess.Popen([sys.executable, ROOT / "tools/gpu/report.py", "--toy"], cwd=tmp_path,
-                               env=os.environ | dict(MARK=mark), stdout=subprocess.DEVNULL)
-    report = tmp_path / "gpu_report.json"
-    wait_until(lambda: [row for row in parts_in(report) if row["state"] == "running"])
-    time.sleep(seconds)
-    wait_until(lambda: len(marked(mark)) > 1)   # one may just have ended and the next not begun
-    assert process.poll() is None
-    process.kill()
-    process.wait()
-    found = json.loads(report.read_text())
-    assert not found["complete"] and found["toy"] and found["parts"][0]["state"] in ("running", "done")
-    wait_until(lambda: not marked(mark), 20)    # torch's own workers look for their parent now and then
-
-
 @pytest.mark.static
 def test_the_structure_on_the_stand_in(tmp_path):
     """All kernels of a small speedrun launch at a GPU's shapes; nothing fails."""
