@@ -6,17 +6,12 @@ rates in RATES, which one H100 reached (docs/gpu_results/). A kernel that walks 
 order in memory takes several times as long as the estimate says.
 """
 
-import json
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 FP32 = 60e12  # FLOP/s of fp32 products, not measured
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "gpu_results"
 
 
-# ---------- what a step's kernels take on an H100
 class Rate(NamedTuple):
     """What one H100 reached: the rate, and the kernels of a log that it comes from."""
 
@@ -79,25 +74,6 @@ def memory_seconds(name: str, size: int, rows: int = 0) -> float:
     if kind == "loss":
         seconds += rows * LOSS_ROW
     return max(LEAST_KERNEL, seconds)
-
-
-def measured_kernels(log: str) -> tuple[dict[str, dict[str, Any]], float]:
-    """{name: its row} of the 15 longest kernels of a log, and the ms of all."""
-    verdicts = json.loads((RESULTS / f"2026-11-26_{log}.json").read_text())["verdicts"]
-    (figures,) = [row["figures"] for row in verdicts if "kernels" in row.get("figures", {})]
-    return {row["name"]: row for row in figures["kernels"]}, figures["kernel_ms"]
-
-
-def measured_rate(rate: Rate) -> float:
-    """The same rate by its logs."""
-    work = 0.0
-    seconds = 0.0
-    for log in rate.log.split():
-        for name, row in measured_kernels(log)[0].items():
-            if re.search(rate.kernels, name):
-                seconds += row["ms"] / 1e3
-                work += row.get("GBps", 0) * 1e9 * row["ms"] / 1e3
-    return (rate.work or work) / seconds
 
 
 class Launch(NamedTuple):
