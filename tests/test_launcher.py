@@ -63,7 +63,7 @@ def machine(monkeypatch):
     programs that get them end with these codes. What it returns tells what was called."""
     told = SimpleNamespace(preflights=[], fetches=[])
 
-    def machine(gpus=0, missing=(), codes=(), finished=False, batch=0, compiler=True):
+    def machine(gpus=0, missing=(), codes=(), finished=False, batch=0, compiler=True, flops=()):
         codes = [*codes]
         monkeypatch.setattr(prepare, "gpus", lambda: gpus)
         why = "" if compiler else "there is no C++ compiler (g++)"
@@ -73,7 +73,7 @@ def machine(monkeypatch):
             told.preflights.append(([*words], dry_run, ranks, alone))
             log("a plan")
             preset, _ = train_gpt.typed(env, words)
-            return Report(preset, [*words], batch, missing if may_fetch else [], finished)
+            return Report(preset, [*words], batch, missing if may_fetch else [], finished, flops)
 
         def fetch(arguments):
             told.fetches.append(arguments)
@@ -115,6 +115,14 @@ def test_every_gpu_is_used(machine, empty):
     assert prepared("golf", DEVICE="cpu") == alone(GOLF, "--preset=golf")
     machine(gpus=1)
     assert prepared("speedrun") == alone(WHOLE, "--preset=speedrun")
+
+
+def test_the_launcher_learns_what_mfu_needs(machine, empty, monkeypatch):
+    """The card of each rank, and the FLOPs of each stage."""
+    monkeypatch.setattr(prepare.torch.cuda, "get_device_name", lambda n: f"card {n}")
+    machine(gpus=2, flops=[(0, 1e9), (700, 2e9)])
+    answer = prepared("speedrun")
+    assert (answer["gpus"], answer["flops"]) == (["card 0", "card 1"], [(0, 1e9), (700, 2e9)])
 
 
 def test_gpus_are_counted_by_torch(monkeypatch):
