@@ -144,7 +144,7 @@ PR_SET_PDEATHSIG = 1
 
 def start_process(
     words: Sequence[str | Path], folder: Path, env: Mapping[str, str], output: Path
-) -> subprocess.Popen:
+) -> subprocess.Popen[bytes]:
     """A process in a group of its own, which the kernel kills when this one ends, however that ends."""
     parent = os.getpid()
 
@@ -160,7 +160,7 @@ def start_process(
         )  # fmt: skip
 
 
-def stop_process(process: subprocess.Popen) -> None:
+def stop_process(process: subprocess.Popen[bytes]) -> None:
     """Kills it with all that it started in its group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)

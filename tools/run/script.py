@@ -22,8 +22,8 @@ class Part(NamedTuple):
     """A top-level statement with the comment right above it."""
     first: int  # its first and last line, counted from 0
     last: int
-    binds: frozenset  # names that it defines
-    uses: frozenset  # names that it reads
+    binds: frozenset[str]  # names that it defines
+    uses: frozenset[str]  # names that it reads
 
 
 def names_bound(node: ast.AST) -> set[str]:

@@ -108,7 +108,7 @@ class Progress:
                 self.seen.setdefault(key, found[1])
         return None if QUIET.match(line) else line
 
-    def read_step(self, found: re.Match, line: str) -> None:
+    def read_step(self, found: re.Match[str], line: str) -> None:
         """Takes a step line in, which STEP found. After a validation, but the last, the run trains on."""
         step = int(found[1])
         left = re.search(r"eta:(\d+)s", line)
@@ -218,7 +218,7 @@ class Screen:
             self.bar = None
 
 
-def pump(stream: TextIO, name: str, lines: queue.Queue) -> None:
+def pump(stream: TextIO, name: str, lines: queue.Queue[tuple[str, str | None]]) -> None:
     for line in stream:
         lines.put((name, line.rstrip("\n")))
     lines.put((name, None))
@@ -227,7 +227,7 @@ def pump(stream: TextIO, name: str, lines: queue.Queue) -> None:
 def lines_of(child: Guarded) -> Iterator[tuple[str, str]]:
     """(stream, line) of what a program prints to its pipes, as it comes; ("", "") whenever 0.2 s bring
     none."""
-    lines: queue.Queue = queue.Queue()
+    lines: queue.Queue[tuple[str, str | None]] = queue.Queue()
     streams = {name for name in ("stdout", "stderr") if getattr(child.process, name)}
     for name in streams:
         threading.Thread(target=pump, args=(getattr(child.process, name), name, lines), daemon=True).start()
