@@ -629,27 +629,23 @@ def result(**settings):
                 machine=machine, verdicts=verdicts) | settings
 
 
-def test_the_tables_of_the_page(tmp_path):
-    """What a preset did on which card, by which torch and when; ms a step and MFU: 35.7 ms of golf on an
-    H100 are 45.7 % of its bf16 peak. What ran beside others was not timed."""
+def table_of(folder):
+    """The lines of the page's table, by the reports in a folder."""
+    return gpu_results.page("", folder).splitlines()[1:-1]
+
+
+def test_the_table_of_the_page(tmp_path):
+    """What a preset did on which card, by which torch and when. What ran beside others was not timed."""
     (tmp_path / "mine.json").write_text(json.dumps(result()))
-    lines = gpu_results.tables(tmp_path).splitlines()
+    lines = table_of(tmp_path)
     where = "H100, 2.13.0, 2026-12-01"
     assert lines[0] == "| | " + " | ".join(gpu_plan.GOALS) + " |"
     golf = dict(zip(gpu_plan.GOALS, lines[3].split(" | ")[1:]))
     assert lines[3].startswith("| golf | ") and golf.pop("scores apart") == ""
     assert {cell.removesuffix(" |") for cell in golf.values()} == {where}
-    card = "NVIDIA H100 80GB HBM3, 2.13.0, 2026-12-01, abc"
-    assert lines[-1] == f"| golf, 49,152 | {card} | 35.7 | 42.3 | 45.7% | 31.2 |"
     (tmp_path / "mine.json").write_text(json.dumps(result(side_by_side=True, given=dict(DEPTH="12"))))
-    lines = gpu_results.tables(tmp_path).splitlines()
-    golf = dict(zip(gpu_plan.GOALS, lines[3].split(" | ")[1:]))
+    golf = dict(zip(gpu_plan.GOALS, table_of(tmp_path)[3].split(" | ")[1:]))
     assert golf["trains"] == f"{where} (DEPTH=12)" and golf["kernels timed"] == ""
-    assert lines[-1].startswith("|---")
-
-
-def test_mfu_is_none_where_the_peak_is_unknown():
-    assert gpu_results.mfu("golf", 49_152, 4096, 35.7, "NVIDIA Made Up") == "?"
 
 
 @pytest.mark.parametrize("content, words", [
@@ -661,7 +657,7 @@ def test_mfu_is_none_where_the_peak_is_unknown():
 def test_what_is_no_report_is_refused(content, words, tmp_path):
     (tmp_path / "mine.json").write_text(content)
     with pytest.raises(gpu_results.NoReport, match=words):
-        gpu_results.tables(tmp_path)
+        table_of(tmp_path)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the reports in docs/gpu_results/ show: the tables of docs/first_gpu.md between its two marks, and
+"""What the reports in docs/gpu_results/ show: the table of docs/first_gpu.md between its two marks, and
 seen_on_gpu.tsv.
 
     python tools/gpu/results.py                 makes them anew
@@ -123,57 +123,11 @@ def matrix(rows: list[Shown]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# ---------- times
-def mfu(preset: str, tokens: int, row_tokens: int, ms: float, gpu: str) -> str:
-    """Of a step of so many tokens of one rank of eight: its matmul FLOPs over the card's dense bf16 peak."""
-    import train_gpt
-    from tools.run import plan
-
-    cfg: Any = train_gpt.load_config(dict(PRESET=preset))
-    cfg = train_gpt.replace(cfg, vocab_size=cfg.vocab_size or 1024)
-    peak = cards.peak_flops(gpu)
-    for stage in cfg.stages():
-        if peak and (stage.batch_tokens, stage.row_tokens) == (8 * tokens, row_tokens):
-            return f"{plan.flops_per_token(cfg, stage) * tokens / (ms / 1e3) / peak:.1%}"
-    return "?"
-
-
-def times(found: list[dict[str, Any]]) -> str:
-    """A row for each timed stage, the newest first."""
-    head = ["preset, tokens a step of a rank", "card, torch, date, commit", "ms, p50", "p99", "MFU"]
-    head += ["with an eighth of the optimizer"]
-    lines = ["| " + " | ".join(head) + " |", "|---|---|---:|---:|---:|---:|"]
-    for report in [report for report in reversed(found) if not report["side_by_side"]]:
-        machine = report["machine"]
-        torch = machine["torch"].split("+")[0]
-        where = f"{machine['gpu']}, {torch}, {report['begun'][:10]}, {report['commit']}"
-        eighths = {}
-        for row in report["verdicts"]:
-            if "with_an_eighth" in row["figures"]:
-                eighths[row["preset"], row["figures"]["tokens"]] = f"{row['figures']['with_an_eighth']:.1f}"
-        for row in [row for row in report["verdicts"] if "p50" in row["figures"]]:
-            figures = row["figures"]
-            tokens = figures["tokens"]
-            eighth = eighths.get((row["preset"], tokens), "")
-            if "rank_of_eight" in figures:  # until 27 November 2026
-                eighth = f"{figures['rank_of_eight']:.1f} (estimate)"
-            part = mfu(row["preset"], tokens, figures["row_tokens"], figures["p50"], machine["gpu"])
-            cells = [f"{row['preset']}, {tokens:,}", where, f"{figures['p50']:.1f}", f"{figures['p99']:.1f}"]
-            lines.append("| " + " | ".join([*cells, part, eighth]) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def tables(folder: Path = FOLDER) -> str:
-    """What is between the marks. Raises NoReport."""
-    found = reports(folder)
-    return f"{matrix(shown(found))}\n{times(found)}"
-
-
 def page(text: str, folder: Path = FOLDER) -> str:
-    """The page with its tables made anew. Raises NoReport."""
+    """The page with its table made anew. Raises NoReport."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + tables(folder) + END + after
+    return before + BEGIN + matrix(shown(reports(folder))) + END + after
 
 
 # ---------- the command
