@@ -321,7 +321,7 @@ class Bench:
         self.words = dict(MAX_WALLCLOCK_SECONDS="120") | words
         self.tune = tune
         self.say = say
-        place: Any = SimpleNamespace(on_gpu=torch.cuda.is_available(), world_size=1)  # as much as is asked for
+        place: Any = SimpleNamespace(on_gpu=torch.cuda.is_available(), world_size=1)  # what is asked for
         self.machine = f"{train_gpt.hardware(place)}, torch {torch.__version__}"
         self.script = hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest()[:12]
 
