@@ -197,21 +197,6 @@ def test_a_script_of_one_recipe_logs_no_plan():
     assert [*progress.plan()] == ["data: embedded, 25,176,420 tokens to train on, 429,104 to be scored on"]
 
 
-def test_the_loss_that_is_shown_is_a_mean():
-    """Of ten reports, but none of before half of the steps, when it was another."""
-    progress = watch.Progress()
-    for step in range(1, 11):
-        progress.read(report(step, loss=7.0))
-    assert progress.mean_loss() == 7
-    for step, loss in ((60, 3.0), (80, 2.0), (100, 1.0)):
-        progress.read(report(step, loss=loss))
-    assert progress.mean_loss() == 2
-    for step in range(101, 111):
-        progress.read(report(step, loss=1.5))
-    progress.stage = "training"
-    assert progress.mean_loss() == 1.5 and "loss 1.5000" in progress.live()[1]
-
-
 def test_without_tqdm_a_terminal_gets_the_log_lines(run, tmp_path):
     (tmp_path / "tqdm.py").write_text("raise ImportError")
     code, lines, live = on_terminal(run, tmp_path, env={"PYTHONPATH": str(tmp_path)})

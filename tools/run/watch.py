@@ -18,7 +18,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -72,9 +71,8 @@ class Progress:
         self.stage = "starting"
         self.began = time.monotonic()
         self.seen = {}
-        # (step, training seconds, seconds left, tok/s, when) of the last report
-        self.step: tuple[int, float, int, int, float] | None = None
-        self.losses = deque(maxlen=10)      # (step, loss) of the last reports
+        # (step, mean loss since the report before, training seconds, seconds left, tok/s, when) of a report
+        self.step: tuple[int, float, float, int, int, float] | None = None
         self.trained = False
         self.gpus: list[str] = []       # the card of each rank
         self.flops: list[tuple[int, float]] = []    # (first step of a stage, its FLOPs per token)
@@ -117,13 +115,8 @@ class Progress:
             self.enter("writing the model" if self.trained else "training")
         elif found[6] and left:
             self.enter("training")
-            self.losses.append((step, float(found[9] or found[4])))
-            self.step = step, float(found[6]) / 1e3, int(left[1]), int(found[8] or 0), time.monotonic()
-
-    def mean_loss(self) -> float:
-        """The mean of the last ten reports, without those before half of the steps so far: the loss falls."""
-        losses = [loss for step, loss in self.losses if step >= self.losses[-1][0] / 2]
-        return sum(losses) / len(losses)
+            loss = float(found[9] or found[4])
+            self.step = step, loss, float(found[6]) / 1e3, int(left[1]), int(found[8] or 0), time.monotonic()
 
     def enter(self, stage: str) -> None:
         if stage != self.stage:
@@ -162,9 +155,8 @@ class Progress:
         now = time.monotonic()
         if self.stage != "training" or not self.step:
             return None, f"{self.stage}: {now - self.began:.0f} s"
-        step, seconds, left, rate, then = self.step
+        step, loss, seconds, left, rate, then = self.step
         since = min(now - then, left)
-        loss = self.mean_loss()
         bpb = self.bits_per_byte(loss)
         words = [f"step {step:,}", f"loss {loss:.4f}", f"{bpb:.3f} bpb" if bpb else "",
                  f"{rate:,} tok/s", self.mfu(step, rate), f"{left - since:.0f} s left"]
