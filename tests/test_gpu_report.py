@@ -470,13 +470,13 @@ def test_the_exact_attention_is_that_of_the_trainer(window, with_documents, head
 
 SCALE = "scaled_mm(grad, w.t(), scale_g, scale_w), scaled_mm(grad_t"
 LOSS = "error * part * (1 - part) * (top * scale * factor)"
-ATTENTION = "    scores = ((q @ k.mT).float() * scale)"
+ATTENTION = "    kernel = partial(kernel, scale=1.0, enable_gqa=k.size(1) < H)\n    blocks ="
 
 
 @pytest.mark.parametrize("old, new, function", [
     pytest.param(SCALE, SCALE.replace("scale_w", "1.2 * scale_w"), exact.fp8_numbers, id="fp8"),
     pytest.param(LOSS, LOSS.replace("* scale *", "* 0.8 * scale *"), exact.loss_numbers, id="loss"),
-    pytest.param(ATTENTION, ATTENTION.replace("* scale)", "* 1.1 * scale)"), exact.attention_numbers,
+    pytest.param(ATTENTION, ATTENTION.replace("scale=1.0", "scale=1.1"), exact.attention_numbers,
                  id="attention")])
 def test_a_wrong_scale_is_named(old, new, function, measured, tmp_path):
     """By what `test -m gpu` compares at real size; without it all is well."""
