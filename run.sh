@@ -7,7 +7,6 @@
 # ./run.sh sample RUN ["PROMPT" …]                    how the model of a run goes on
 # ./run.sh gpu-report [PRESET …] [--toy]              is this GPU ready, and which constants should change?
 # ./run.sh script PRESET                              train_gpt.py with that recipe only, to the terminal
-# ./run.sh depths [--name=value …]                    what the depth dial makes of depths 4 to 32
 # data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | sp8192 | gpt2 [-n SHARDS]: published
 # tokens; data climbmix | fineweb-edu [-n SHARDS]: published text, tokenized here; data core: the tasks of CORE.
 # PYTHON=path uses that interpreter as it is: no virtual environment, no installation.
@@ -129,7 +128,7 @@ without_spaces() {
 
 build=""
 case "${1:-}" in
-    -h | --help | help) sed -n '2,13s/^# //p' run.sh; exit ;;
+    -h | --help | help) sed -n '2,12s/^# //p' run.sh; exit ;;
     setup) setup; exit ;;
     data) case "${2:-}" in "" | -*) program=data/prepare.py ;; *) program=data/download.py ;; esac ;;
     test)
@@ -140,7 +139,6 @@ case "${1:-}" in
     gpu-report) program=tools/gpu/report.py ;;
     script) program=tools/run/script.py ;;
     sample) program=tools/run/sample.py ;;
-    depths) program=tools/dev/depths.py ;;
     record) program=records/record.py ;;
     board) program=records/record.py; set -- record "$@" ;;
     *) program=tools/run/launch.py; set -- train "$@" ;;

@@ -210,7 +210,7 @@ def add_pictures(add: Add) -> None:
         PATHS,
         option("--out", "the picture (default loss.png)", default="loss.png", metavar="FILE"),
         option("--by", "the horizontal axis (default seconds)", choices=[*curves.AXES], default="seconds"))
-    add("export", "Writes a run's weights as safetensors, and model.py, which reads them with torch alone.",
+    add("export", "Writes a run's weights as safetensors, and model.py, which reads them.",
         option("run", "a run folder, a record folder or a model file", metavar="RUN"),
         option("--out", "the folder (default: export beside the model)", default="", metavar="DIR"))
 

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import time
-from collections import Counter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -297,36 +296,20 @@ def is_left_out(markers, asked):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the quick tests; leaves out what takes long or needs CUDA's libraries, unless asked for it, and
-    counts that."""
+    """Marks the quick tests; leaves out what takes long or needs CUDA's libraries, unless asked for it."""
     for item in items:
         if QUICK & {item.path.name, f"{item.path.name}::{item.originalname}"}:
             item.add_marker("quick")
     asked = set(re.findall(r"\w+", config.option.markexpr))
     left = [item for item in items if is_left_out(markers_of(item), asked)]
-    config.left_out = Counter(name for item in left for name in markers_of(item))
-    config.left_out["gpu"] = sum("gpu" in markers_of(item) for item in items if item not in left)
-    config.all_collected = not any("::" in argument for argument in config.args) and (
-        {item.path.name for item in items} >= {path.name for path in (ROOT / "tests").glob("test_*.py")})
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session):
-    """What -k and -m have left, of which each gpu test gets a process of its own."""
-    if not session.config.option.collectonly:
-        alone.arrange(session.config, session.items)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
     return alone.run(item)
-
-
-def pytest_unconfigure(config):
-    alone.finish(config)
 
 
 # ---------------------------------------------------------------- faults

@@ -1,14 +1,21 @@
-"""What several test files need: token shards, a tiny dataset, the trainer as a subprocess, toy settings."""
+"""What several test files need: token shards, a tiny dataset, the trainer as a subprocess, toy
+settings, a terminal."""
 
+import ast
+import fcntl
 import hashlib
 import io
 import json
 import math
 import os
+import pty
 import re
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +36,11 @@ def sources(*folders):
     """Our Python files in these folders; in records/, the scripts of records apart."""
     found = [path for folder in folders for path in (ROOT / folder).glob("**/*.py")]
     return sorted(path for path in found if "track_" not in str(path.relative_to(ROOT)))
+
+
+def statements(text):
+    """How many a source has, docstrings among them: what neither comments nor packing change."""
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
 
 
 # A CPU run of a second or two on `tiny_data`, as environment variables.
@@ -203,6 +215,33 @@ def run_cli(cwd, *args, ranks=0, env=None, timeout=300, script=SCRIPT, python=""
     done = subprocess.run([python, *launcher, str(script), *args], cwd=cwd, env=clean | (env or {}),
                           capture_output=True, text=True, timeout=timeout, errors="replace")
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def on_terminal(command, cwd, columns=100, env=None):
+    """(exit code, lines that stay, every state of the line that is rewritten) on a terminal."""
+    own = {name: text for name, text in os.environ.items() if name != "COLUMNS"}    # xdist sets it
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        os.execvpe(command[0], command, own | (env or {}))
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    out = b""
+    while True:
+        try:
+            out += os.read(terminal, 65536)
+        except OSError:     # it has ended
+            break
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", out.decode(errors="replace")).replace("\r\n", "\n")
+    rows = [row.split("\r") for row in text.split("\n")]
+    return code, [row[-1].rstrip() for row in rows], [text for row in rows for text in row[:-1]]
+
+
+def free_port():
+    """Of this machine, which nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def wait_until(condition, seconds=120):

@@ -11,8 +11,8 @@ import pytest
 from helpers import ROOT
 from records.show import board_chart, board_page, board_rows
 from test_watch import LINES, RESULT
-from tools.dev.screens import CHROMIUM
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 RULER = "=" * 100
 HEAD = f"import torch\n{RULER}\npython 3.13.1 torch 2.13.0\nhardware: 1 ranks x 2 threads of X\n{RULER}\n"
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shlex
 import shutil
 
@@ -14,7 +13,6 @@ from core_reference import write_bundle
 from helpers import SCRIPT, TOY, run_cli
 from records.judge import trials
 from test_core import small_tasks
-from tools.dev import depths
 from train_gpt import Refused, flops_per_token, load_config, overrides, show
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -128,25 +126,6 @@ def test_what_the_dial_refuses(flags, words, capsys):
     err = capsys.readouterr().err
     assert words in err and len(err.strip().splitlines()) == 1
 
-
-def test_depths_beside_each_other(capsys):
-    """What was given holds for all, and depths that it does not suit are left out."""
-    def rows(*flags):
-        assert depths.main([*flags], {}) == 0
-        return [dict(re.findall(r"(\w+):([\d.e+]+)", line)) for line in capsys.readouterr().out.splitlines()]
-
-    found = rows()
-    assert [int(row["depth"]) for row in found] == [*range(4, 33, 4)]
-    for row in found:
-        cfg = dialled(f"--depth={row['depth']}")
-        tokens = cfg.iterations * 524_288
-        flops = tokens * flops_per_token(cfg)
-        assert [int(row[key]) for key in ("tokens", "batch", "steps")] == [tokens, 524_288, cfg.iterations]
-        assert float(row["hours"]) == pytest.approx(flops / (8 * 0.5 * 989.4e12 * 3600), abs=0.005)
-        assert float(row["flops"]) == pytest.approx(flops, rel=1e-3)
-        assert int(row["parameters"]) == sum(train_gpt.parameter_counts(cfg).values())
-    assert [row["depth"] for row in rows("--num-kv-heads=5")] == ["20"]
-    assert depths.main(["--num-heads=7.5"], {}) == 2 and "num_heads" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------- a run

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from helpers import ROOT, SCRIPT, sources
+from helpers import ROOT, SCRIPT, sources, statements
 from records.verify.source import packed_line
 from tools.run import script
 
@@ -23,6 +23,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("reco
                 *ROOT.glob("records/rules/*.md"), *ROOT.glob(".github/**/*.md")])
 # In two parts, so that this file passes its own test; a home of `somebody` is made up.
 MACHINE_PATHS = re.compile("/" + r"(root|tmp|Users|work)/|/" + r"home/(?!somebody/)")
+# Statements that may stand around the trainer: 2 % above what is reached
+MOST_AROUND = 15_540    # in tools, records and data
+MOST_IN_TESTS = 21_620
 LEFTOVERS = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 
 
@@ -153,41 +156,6 @@ def foreign_imports(text):
         if node not in top_level:
             allowed = allowed | {"sentencepiece", "yaml", "triton", "brotli"}
         found += [name for name in names if name.split(".")[0] not in allowed]
-    return found
-
-
-def arguments_of(node):
-    """All of a function but self and cls."""
-    args = node.args
-    found = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
-    return [one for one in found if one and one.arg not in ("self", "cls")]
-
-
-def without_hints(text):
-    """Functions with an argument, or a result, without a type hint."""
-    found = []
-    for node in functions_of(text):
-        if node.returns is None or any(one.annotation is None for one in arguments_of(node)):
-            found.append(node.name)
-    return found
-
-
-# What says nothing in a hint unless it says of what
-CONTAINERS = {"dict", "list", "tuple", "set", "Callable", "Iterable", "Iterator", "Sequence", "Mapping",
-              "Counter", "Generator"}
-
-
-def vague_hints(text):
-    """`dict` for dict[str, int], `Callable` for Callable[[int], str], in hints of functions and variables."""
-    hints = [node.annotation for node in nodes_of(text) if isinstance(node, ast.AnnAssign)]
-    for node in functions_of(text):
-        hints += [node.returns, *[one.annotation for one in arguments_of(node)]]
-    found = []
-    for hint in filter(None, hints):
-        parts = list(ast.walk(hint))
-        told = [part.value for part in parts if isinstance(part, ast.Subscript)]
-        found += [f"line {part.lineno}: {part.id}" for part in parts
-                  if isinstance(part, ast.Name) and part.id in CONTAINERS and part not in told]
     return found
 
 
@@ -348,7 +316,6 @@ def of_one_game(text):
 LONG = "def f():\n" + 70 * "    x = 1\n"
 SHORT = "def f():\n" + 11 * "    x = 1\n"
 TABLE = 'class C:\n    preset: str = option("tiny")\nRECIPES = dict(tiny=C, golf=C)\n'
-METHOD = "class C:\n    def h(self, a) -> int:\n        pass\n"
 PLANTED = [
     (long_lines, "x = '" + 104 * "-" + "'\n", ["x = '" + 105 * "-" + "'\n"]),
     (untidy_text, "x = 1\n", ["x = 1 \n", "x = 1\n\n", "x =\t1\n", "x = 1  # TO" + "DO\n", "x = 1"]),
@@ -362,13 +329,6 @@ PLANTED = [
         "from sys import modules\n"]),
     (asks_for_a_preset, TABLE + "x = 'golf_plus'\n", [
         TABLE + "cfg.preset == 'golf'\n", TABLE + "x in ('golf',)\n", TABLE + "x.startswith('tiny')\n"]),
-    (without_hints, "def f(a: int) -> str:\n    return lambda x: x\n" + METHOD.replace("a)", "a: int)"), [
-        "def f(a) -> int:\n    pass\n", "def f(a: int):\n    pass\n", METHOD,
-        "def f(*, a) -> int:\n    pass\n", "def f(*a) -> int:\n    pass\n",
-        "def f() -> int:\n    def g(x) -> int:\n        pass\n"]),
-    (vague_hints, "def f(a: Callable[[int], list[str]], *b: Any) -> None:\n    c: set[int] = set()\n", [
-        "def f(a: dict) -> int:\n    pass\n", "def f() -> tuple[dict, int]:\n    pass\n",
-        "def f(*a: list | None) -> int:\n    pass\n", "a: dict[str, Callable] = {}\n"]),
     (paths_beside_a_program, f"if __name__ == '__main__':\n    {HEAD}\nimport y\nprint(y)\n", [
         "sys.path.insert(0, x)\n", "def f():\n    sys.path += [x]\n", f"{HEAD}\n",
         "if __name__ == '__main__':\n    sys.path.insert(0, str(ROOT))\n",
@@ -442,16 +402,6 @@ def test_one_assignment_a_line(path):
     assert packed_assignments(path.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("path", TOOLS, ids=name_of)
-def test_functions_have_type_hints(path):
-    assert without_hints(path.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize("path", sources("data", "tools"), ids=name_of)
-def test_hints_say_what_is_in_a_container(path):
-    assert vague_hints(path.read_text(encoding="utf-8")) == []
-
-
 def test_programs_say_where_modules_are():
     """In one place each. What bench, proxy, sample and the leak probe do for another train_gpt.py, for files
     that old ones import beside them, and what the launcher's child does as Python would, apart."""
@@ -480,6 +430,13 @@ def test_modules_of_records_do_nothing_when_imported():
     assert companions.endswith("sys.path") and not any(found.values()), found
     found = {name_of(path): imports_tests(path.read_text(encoding="utf-8")) for path in TOOLS}
     assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("folders, most", [
+    (("data", "records", "tools"), MOST_AROUND), (("tests",), MOST_IN_TESTS)])
+def test_what_stands_around_the_trainer_has_a_ceiling(folders, most):
+    """That of scripts is in test_script.py."""
+    assert sum(statements(path.read_text(encoding="utf-8")) for path in sources(*folders)) <= most
 
 
 def test_the_trainer():

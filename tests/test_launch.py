@@ -19,7 +19,7 @@ import torch
 
 import fork_server
 import train_gpt
-from helpers import ROOT, SCRIPT, TOY, look
+from helpers import ROOT, SCRIPT, TOY, free_port, look
 from test_fuzz import sample_or_all, value_of
 from train_gpt import Refused, show
 
@@ -133,12 +133,6 @@ def start(root, tmp_path):
     for process in started:
         process.kill()
         process.wait()
-
-
-def free_port():
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return str(place.getsockname()[1])
 
 
 def ended(process, seconds=120):

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import train_gpt
-from helpers import ROOT, SCRIPT, TOY, look, slow, wait_until
-from tools.dev.screens import on_terminal
+from helpers import ROOT, SCRIPT, TOY, look, on_terminal, slow, wait_until
 from tools.run import guard, launch, prepare, pulse, surroundings
 from tools.run.preflight import Report
 from train_gpt import Refused, load_config
@@ -64,7 +63,7 @@ def machine(monkeypatch):
     programs that get them end with these codes. What it returns tells what was called."""
     told = SimpleNamespace(preflights=[], fetches=[])
 
-    def machine(gpus=0, missing=(), codes=(), finished=False, batch=0, compiler=True):
+    def machine(gpus=0, missing=(), codes=(), finished=False, batch=0, compiler=True, flops=()):
         codes = [*codes]
         monkeypatch.setattr(prepare, "gpus", lambda: gpus)
         why = "" if compiler else "there is no C++ compiler (g++)"
@@ -74,7 +73,7 @@ def machine(monkeypatch):
             told.preflights.append(([*words], dry_run, ranks, alone))
             log("a plan")
             preset, _ = train_gpt.typed(env, words)
-            return Report(preset, [*words], batch, missing if may_fetch else [], finished)
+            return Report(preset, [*words], batch, missing if may_fetch else [], finished, flops)
 
         def fetch(arguments):
             told.fetches.append(arguments)
@@ -92,11 +91,11 @@ def prepared(*argv, **env):
 
 def torchrun(ranks, *words):
     start = ["-m", guard.TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"]
-    return dict(words=[*start, *words], ranks=ranks)
+    return dict(words=[*start, *words], ranks=ranks, gpus=[], flops=[])
 
 
 def alone(*words):
-    return dict(words=[*words], ranks=1)
+    return dict(words=[*words], ranks=1, gpus=[], flops=[])
 
 
 GOLF = "logs/.script/golf/train_gpt.py"
@@ -116,6 +115,14 @@ def test_every_gpu_is_used(machine, empty):
     assert prepared("golf", DEVICE="cpu") == alone(GOLF, "--preset=golf")
     machine(gpus=1)
     assert prepared("speedrun") == alone(WHOLE, "--preset=speedrun")
+
+
+def test_the_launcher_learns_what_mfu_needs(machine, empty, monkeypatch):
+    """The card of each rank, and the FLOPs of each stage."""
+    monkeypatch.setattr(prepare.torch.cuda, "get_device_name", lambda n: f"card {n}")
+    machine(gpus=2, flops=[(0, 1e9), (700, 2e9)])
+    answer = prepared("speedrun")
+    assert (answer["gpus"], answer["flops"]) == (["card 0", "card 1"], [(0, 1e9), (700, 2e9)])
 
 
 def test_gpus_are_counted_by_torch(monkeypatch):
@@ -611,7 +618,8 @@ if "FETCHING" in os.environ:
     fetching.wait()
 if "REFUSED" in os.environ:
     sys.exit(2)
-print(json.dumps(dict(words=json.loads(os.environ["WORDS"]), ranks=int(os.environ.get("RANKS", 1)))))
+print(json.dumps(dict(words=json.loads(os.environ["WORDS"]), ranks=int(os.environ.get("RANKS", 1)), gpus=[],
+                      flops=[])))
 """
 SHOW = """
 import os, sys, time
@@ -701,7 +709,7 @@ print("getting data: x", flush=True)
 time.sleep(0.7)
 print("75 %", file=sys.stderr, flush=True)
 print("parameters:7", flush=True)
-print(json.dumps(dict(words=json.loads(os.environ["WORDS"]), ranks=1)))
+print(json.dumps(dict(words=json.loads(os.environ["WORDS"]), ranks=1, gpus=[], flops=[])))
 """
 
 
@@ -734,18 +742,20 @@ def test_a_logger_gets_scalars_and_samples(place, marker):
     (place / "wandb.py").write_text(WANDB)
     (place / "train_gpt.py").write_text(f"import os\nassert 'LOGGER' not in os.environ\n{TRAINER}")
     code, out, err = ended(start(place, marker, "LOGGER=wandb", PYTHONPATH=str(place)))
-    assert (code, err) == (0, "") and out.endswith("samples sample 1: x\n")
+    assert (code, err) == (0, "") and out.endswith("\nsample 1: x\n")
     assert ended(start(place, marker, LOGGER="wandb", PYTHONPATH=str(place), REFUSED="1"))[0] == 2
     code, _, err = ended(start(place, marker, LOGGER="mlflow"))
-    assert (code, err) == (2, "run.sh: LOGGER=mlflow is none of tensorboard, wandb\n")
+    assert (code, err) == (2, "run.sh: LOGGER=mlflow is none of tensorboard, wandb, trackio\n")
 
 
 WANDB = """
 class Run:
-    summary = {}
-    def log(self, values, step): pass
-    def finish(self): print("samples", self.summary["samples"], flush=True)
-def init(**_): return Run()
+    def log(self, values, step=None):
+        print(*values.values(), flush=True)
+    def finish(self):
+        pass
+def init(project, name, config):
+    return Run()
 """
 
 

@@ -26,8 +26,12 @@ def test_ruff(tmp_path):
 def test_mypy(tmp_path):
     code, said = findings("mypy", f"--cache-dir={tmp_path}")
     assert code == 0 and int(re.search(r"in (\d+) source files", said)[1]) > 60, said
-    planted = tmp_path / "planted.py"
-    planted.write_text("def half(x: int) -> int:\n    return 'x'\n\n\nhalf(1, 2)\n",
-                       encoding="utf-8")
+    planted = tmp_path / "tools/run/planted.py"
+    planted.parent.mkdir(parents=True)
+    for folder in planted.parents[:2]:
+        (folder / "__init__.py").touch()
+    planted.write_text("def half(x: int) -> int:\n    return 'x'\n\n\ndef bare(x):\n    half(1, 2)\n\n\n"
+                       "half(1, 2)\nvague: list = []\n", encoding="utf-8")
     code, said = findings("mypy", "--config-file=pyproject.toml", planted)
-    assert code == 1 and "[return-value]" in said and "[call-arg]" in said, said
+    kinds = ("[return-value]", "[call-arg]", "[no-untyped-def]", "[type-arg]")
+    assert code == 1 and all(kind in said for kind in kinds), said

@@ -14,7 +14,7 @@ import train_gpt
 from helpers import ROOT, library_documents, run_cli, tokens_of, train_tokenizer, write_dataset
 from tools.dev import peers
 
-MEGABYTES = "2"
+MEGABYTES = 2
 TOY = ["DEVICE=cpu", "DTYPE=float32", "COMPILE=0", "WARMUP_STEPS=0", "NUM_LAYERS=2", "MODEL_DIM=32",
        "TRAIN_SEQ_LEN=64", "TRAIN_BATCH_TOKENS=256", "ITERATIONS=2",
        "MAX_WALLCLOCK_SECONDS=0", "COUNT_BITS=12", "COUNT_ORDERS=2", "COUNT_WORDS=3", "COPY_ORDERS=1,3",
@@ -35,6 +35,11 @@ def small(tmp_path_factory):
     return root, [text.encode() for text in train], [text.encode() for text in val]
 
 
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch):
+    monkeypatch.setattr(peers, "PPMD_MEGABYTES", MEGABYTES)
+
+
 @pytest.fixture
 def bench(small, tmp_path, monkeypatch, capsys):
     """Words -> (exit code, rows of the table {peer: cells}, stdout, stderr), in this process."""
@@ -44,8 +49,7 @@ def bench(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def call(*words):
-        code = peers.main(["--text", "small", f"--json={tmp_path}/rows.json", "--ppmd-megabytes", MEGABYTES,
-                           *words])
+        code = peers.main(["--text", "small", f"--json={tmp_path}/rows.json", *words])
         out, err = capsys.readouterr()
         rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ")]
         return code, {cells[0]: cells for cells in rows}, out, err
@@ -62,10 +66,10 @@ def alone(order, primer, document):
     """What a document adds to the primer in a new encoder; the code is decoded."""
     sizes = []
     for content in (primer, primer + document):
-        encoder = pyppmd.Ppmd7Encoder(order, int(MEGABYTES) * 10**6)
+        encoder = pyppmd.Ppmd7Encoder(order, MEGABYTES * 10**6)
         code = encoder.encode(content) + encoder.flush()
         sizes.append(len(code))
-    decoder = pyppmd.Ppmd7Decoder(order, int(MEGABYTES) * 10**6)
+    decoder = pyppmd.Ppmd7Decoder(order, MEGABYTES * 10**6)
     assert decoder.decode(code, len(content)) == content
     return sizes[1] - sizes[0]
 
@@ -94,10 +98,10 @@ def test_documents_do_not_see_one_another(small):
     """In whatever company and order, each takes as much as alone after the primer."""
     _, train, val = small
     primer = b"".join(train)
-    sizes = peers.ppmd_sizes(5, int(MEGABYTES), primer, [*val, val[0], *val[::-1]])
+    sizes = peers.ppmd_sizes(5, primer, [*val, val[0], *val[::-1]])
     assert sizes[:5] == [alone(5, primer, document) for document in val]
     assert sizes[5:] == [sizes[0], *sizes[4::-1]]
-    assert sizes[0] < peers.ppmd_sizes(5, int(MEGABYTES), b"", val[:1])[0]
+    assert sizes[0] < peers.ppmd_sizes(5, b"", val[:1])[0]
 
 
 def test_a_fork_that_fails():
@@ -110,7 +114,7 @@ def test_compressors(small, bench):
     _, train, val = small
     code, rows, out, _ = bench("--only", "xz,xz-primed", "--only=ppmd,zpaq")
     assert code == 0 and out.startswith("command: ./run.sh bench --peers --text small ")
-    assert re.search(r"^machine: \d+ threads of .*, torch ", out, re.M)
+    assert re.search(r"^machine: 1 ranks x \d+ threads of .*, torch ", out, re.M)
     size = sum(map(len, val))
     chain = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
     xz, before, both = [len(lzma.compress(b"".join(content), filters=chain))
@@ -121,7 +125,7 @@ def test_compressors(small, bench):
     tried = dict(re.findall(r"trial of ppmd, order (\d+): (\S+),", out))
     order = min(tried, key=lambda order: float(tried[order]))
     assert [*tried] == ["3", "5"] and f"order {order}" in rows["ppmd"][4]
-    sizes = peers.ppmd_sizes(int(order), int(MEGABYTES), b"".join(train), val)
+    sizes = peers.ppmd_sizes(int(order), b"".join(train), val)
     assert rows["ppmd"][1] == f"{8 * sum(sizes) / size:.4f}"
     assert rows["zpaq"][1] == "not installed" or float(rows["zpaq"][1]) > 0
 

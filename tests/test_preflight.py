@@ -160,20 +160,19 @@ def test_flags_of_launchers_name_torchrun(flag, workplace, refused):
 # -------------------------------------------------------------------------------- the machine
 @pytest.fixture
 def cgroups(tmp_path, monkeypatch):
-    """cgroups(own, {file: text}): such a /proc/self/cgroup and /sys/fs/cgroup, on 100 pages of 4,096 bytes
-    and 16 CPUs."""
+    """cgroups(own, {file: text}): such a /proc/self/cgroup and /sys/fs/cgroup, on 100 pages of 4,096 bytes ->
+    bytes of memory that may be used."""
     def cgroups(own, files):
         (tmp_path / "cgroup").write_text("".join([f"{line}\n" for line in own]))
         for name, text in files.items():
             path = tmp_path / "sys" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{text}\n")
-        return machine.memory_limit(), surroundings.usable_cpus()
+        return machine.memory_limit()
 
     monkeypatch.setattr(surroundings, "OWN_CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(surroundings, "CGROUPS", tmp_path / "sys")
     monkeypatch.setattr(os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 100)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
     return cgroups
 
 
@@ -182,29 +181,18 @@ WHOLE = 100 * 4096
 
 
 @pytest.mark.parametrize("own, files, found", [
-    ([], {}, (WHOLE, 16)),
-    (["0::/job"], {"job/memory.max": "max", "job/cpu.max": "max 100000"}, (WHOLE, 16)),
-    (["0::/job"], {"job/memory.max": "9000", "job/cpu.max": "250000 100000"}, (9000, 3)),
-    (["0::/job/step"], {"job/memory.max": "9000", "job/step/memory.max": "max", "job/cpu.max": "1000 100000"},
-     (9000, 1)),                                            # what is above counts, too
-    (["0::/"], {"memory.max": "8000", "cpu.max": "400000 100000"}, (8000, 4)),      # in a container
-    (["0::/../../x"], {"memory.max": "8000"}, (8000, 16)),
-    (["0::/job"], {"job/memory.max": str(1 << 62), "job/cpu.max": "9900000 100000"}, (WHOLE, 16)),
-    (V1, {"memory/job/7/memory.limit_in_bytes": "7000", "cpu/job/cpu.cfs_quota_us": "150000",
-          "cpu/job/cpu.cfs_period_us": "100000"}, (7000, 2)),
-    (V1, {"memory/job/7/memory.limit_in_bytes": "9223372036854771712", "cpu/job/cpu.cfs_quota_us": "-1",
-          "cpu/job/cpu.cfs_period_us": "100000"}, (WHOLE, 16)),
-    (V1, {"memory/memory.limit_in_bytes": "6000"}, (6000, 16))])    # its own is outside of the container
+    ([], {}, WHOLE), (["0::/job"], {"job/memory.max": "max"}, WHOLE),
+    (["0::/job"], {"job/memory.max": "9000"}, 9000),
+    (["0::/job/step"], {"job/memory.max": "9000", "job/step/memory.max": "max"}, 9000),  # what is above, too
+    (["0::/"], {"memory.max": "8000"}, 8000),       # in a container
+    (["0::/../../x"], {"memory.max": "8000"}, 8000),
+    (["0::/job"], {"job/memory.max": str(1 << 62)}, WHOLE),
+    (V1, {"memory/job/7/memory.limit_in_bytes": "7000"}, 7000),
+    (V1, {"memory/job/7/memory.limit_in_bytes": "9223372036854771712"}, WHOLE),
+    (V1, {"memory/memory.limit_in_bytes": "6000"}, 6000)])      # its own is outside of the container
 def test_limits_of_cgroups(own, files, found, cgroups):
+    """Of CPUs: test_kinds_of_text.py."""
     assert cgroups(own, files) == found
-
-
-def test_no_cgroups_and_no_affinity(monkeypatch, tmp_path):
-    """As on macOS."""
-    monkeypatch.setattr(surroundings, "OWN_CGROUPS", tmp_path / "none")
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    assert surroundings.usable_cpus() == os.cpu_count()
-    assert machine.memory_limit() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_limits_of_a_cgroup_reach_the_plan(cgroups, workplace, call, monkeypatch):
@@ -286,8 +274,9 @@ def test_torchs_compiler_gets_folders_that_it_can_use(case, empty):
     assert len(lines) == bool(blamed) and all(word in line for line in lines for word in blamed)
 
 
-def test_threads_are_no_more_than_cpus(cgroups):
-    cgroups(["0::/"], {"cpu.max": "200000 100000"})
+def test_threads_are_no_more_than_cpus(monkeypatch):
+    monkeypatch.setattr(surroundings, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(surroundings, "allowed_cpus", lambda: 16)
     settings, lines = surroundings.for_trainer(dict(LOGNAME="me"))
     assert settings["OMP_NUM_THREADS"] == "2" and len(lines) == 1 and "OMP_NUM_THREADS=2" in lines[0]
     settings, lines = surroundings.for_trainer(dict(LOGNAME="me", OMP_NUM_THREADS="6"))
@@ -1173,16 +1162,6 @@ def test_hours_beside_the_records(card, preset, words, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 0))
         lines = [*plan.plan_lines(train_gpt.replace(cfg, vocab_size=1024), GPU, 1, lambda: 0)]
         assert [told for told in lines if told.startswith("record:")] == ([line] if line else [])
-
-
-def test_a_proxy_shows_what_differs():
-    golf = preset_config("golf")
-    small = train_gpt.replace(golf, model_dim=64, num_layers=9, iterations=2100)
-    full, short = [[*plan.plan_lines(cfg, CPU, 1, lambda: 0)] for cfg in (golf, small)]
-    told = plan.what_differs(short, full)
-    assert any(line.startswith("parameters:") for line in told)
-    assert any(line.startswith("limits: at most 2100 steps") for line in told)
-    assert not any(line.startswith(("evaluation", "warmdown", "stage table")) for line in told)
 
 
 # -------------------------------------------------------------------------------- as a program

@@ -6,16 +6,16 @@ import gc
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, SCRIPT
+from helpers import ROOT, SCRIPT, free_port
 from tools.dev import bench
 from tools.gpu import parts as gpu_parts
+from tools.gpu import static
 
 if __name__ == "__main__":
     import torch.distributed as dist
@@ -72,19 +72,13 @@ def watch_clock(trainer):
 
 def run_as_rank(folder):
     """The toy run of one of two ranks, watched. Rank 0 writes what it noted."""
-    trainer = gpu_parts.load_trainer(folder)
+    trainer = static.load_trainer(folder / "train_gpt.py")
     notes = watch_clock(trainer)
     os.chdir(folder)
     code = trainer.main([], os.environ | json.loads((folder / "settings.json").read_text()))
     if os.environ["RANK"] == "0":
         (folder / "notes.json").write_text(json.dumps(notes))
     return code
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 WARMUP_STEP = ("        train_step(run.loss_fn, run.optimizer, batch, micro, context, 1.0, "

@@ -70,7 +70,7 @@ def test_an_old_interpreter_of_ones_own(folder):
         program(folder, "old", f'[ "$1" = -V ] && echo Python {version} || echo "$*" >> calls')
         refused(folder, ["3.11", f"PYTHON=old is Python {version}"], "setup", PYTHON="old")
     program(folder, "new", '[ "$1" = -V ] && echo Python 3.14.0 || echo "$*" >> calls')
-    assert run(folder, "depths", PYTHON="new") == (0, "", ["tools/dev/depths.py"])
+    assert run(folder, "script", PYTHON="new") == (0, "", ["tools/run/script.py"])
 
 
 def test_a_home_that_cannot_be_written(folder):
@@ -78,10 +78,10 @@ def test_a_home_that_cannot_be_written(folder):
     program(folder, "stub", 'echo "$MPLCONFIGDIR $UV_CACHE_DIR $PIP_NO_CACHE_DIR" >> calls')
     cache = folder / ".venv-cache"
     there = f"{cache}/matplotlib {cache}/uv 1"
-    assert run(folder, "depths", PYTHON="stub", HOME="/proc/nowhere")[2][-1] == there
+    assert run(folder, "script", PYTHON="stub", HOME="/proc/nowhere")[2][-1] == there
     told = dict(MPLCONFIGDIR="a", UV_CACHE_DIR="b")
-    assert run(folder, "depths", PYTHON="stub", HOME="/proc/nowhere", **told)[2][-1] == "a b 1"
-    assert run(folder, "depths", PYTHON="stub")[2][-1].strip() == ""
+    assert run(folder, "script", PYTHON="stub", HOME="/proc/nowhere", **told)[2][-1] == "a b 1"
+    assert run(folder, "script", PYTHON="stub")[2][-1].strip() == ""
 
 
 def test_unsupported_python(folder):
@@ -146,7 +146,7 @@ def test_the_driver_is_compared_before_anything_is_installed(driver, words, fold
 
 def test_an_old_driver_does_not_matter_to_an_interpreter_of_ones_own(folder):
     program(folder, "nvidia-smi", DRIVER.format("535.1"))
-    assert run(folder, "depths", PYTHON="stub")[0] == 0
+    assert run(folder, "script", PYTHON="stub")[0] == 0
 
 
 @pytest.mark.parametrize("checkout", ["my own code", "it's", 'say "a"', "(a)&b"])
@@ -443,8 +443,8 @@ def test_an_installation_ends_with_run_sh(how, folder):
 def test_help_names_the_data(folder):
     done = subprocess.run(["bash", "run.sh", "--help"], cwd=folder, capture_output=True, text=True)
     lines = done.stdout.splitlines()
-    words = "sp1024", "climbmix", "core", "depths", "gpu-report", "sample RUN", "PYTHON="
-    assert len(lines) == 12 and all(word in done.stdout for word in words)
+    words = "sp1024", "climbmix", "core", "gpu-report", "sample RUN", "PYTHON="
+    assert len(lines) == 11 and all(word in done.stdout for word in words)
 
 
 @pytest.mark.parametrize("code", [1, 2])
@@ -472,7 +472,7 @@ WORDS = [   # what is typed -> what runs
     (["test"], "tools/dev/test.py"), (["test", "-k", "x"], "tools/dev/test.py -k x"),
     (["bench", "golf"], "tools/dev/bench.py golf"), (["static", "golf"], "tools/gpu/static.py golf"),
     (["gpu-report", "--toy"], "tools/gpu/report.py --toy"), (["script", "golf"], "tools/run/script.py golf"),
-    (["sample", "a", "b c"], "tools/run/sample.py a b c"), (["depths"], "tools/dev/depths.py"),
+    (["sample", "a", "b c"], "tools/run/sample.py a b c"),
     (["record", "check", "x"], "records/record.py check x"),
     (["board", "--html", "x"], "records/record.py board --html x")]
 

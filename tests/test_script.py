@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import SCRIPT, TOY, look, slow_but, with_boards
+from helpers import SCRIPT, TOY, look, slow_but, statements, with_boards
 from records.verify.checks import OF_ONE_RUN, environment_of
 from tools.run import script
 
@@ -116,17 +116,11 @@ def test_what_stays_is_verbatim_and_all_of_it_is_reached(preset):
 
 @pytest.mark.parametrize("preset", with_boards())
 def test_who_reads_one_game_reads_one_game(preset):
-    """./run.sh script --reach prints what each script has."""
-    assert script.reach_of(alone(preset)).statements <= CEILINGS[preset]
+    assert statements(alone(preset)) <= CEILINGS[preset]
 
 
 def test_the_whole_file_has_a_ceiling():
-    assert script.reach_of(whole_text()).statements <= WHOLE_FILE
-
-
-def test_reach_counts_statements():
-    text = "# why\nimport os; x = 1\n\n@cache\ndef f():\n    return [y for y in x]\n\nclass A:\n    y = 1\n"
-    assert script.reach_of(text) == (6, 1, 1, len(text))
+    assert statements(whole_text()) <= WHOLE_FILE
 
 
 @pytest.fixture(scope="module")

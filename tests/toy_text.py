@@ -1,6 +1,4 @@
 """The text of toy runs: source of a package that requirements.txt pins, so the same under every Python.
-
-Without a package but the standard library: tests/test_first_hour.py runs it under each Python that is there.
 """
 import importlib.util
 import random

@@ -20,7 +20,6 @@ from records.verify.rules import check
 # A plain GPT within the limits of a track, as docs/log.md has it ("peers, tuned")
 PLAIN = {"tiny": [{"name": "a plain GPT", "metric": "val_bpb", "better": "lower",
                    "value": 1.4221, "about": "4 layers of 128, 3 seeds"}]}
-PACE_STEP = 100     # at which a machine's speed is compared with the record's
 
 
 def verdict_of(folder: Folder) -> str:
@@ -93,25 +92,18 @@ def rules_table(version: int) -> str:
 def target_of(name: str, records: dict[str, Folder]) -> dict[str, Any]:
     """What a run of a track is shown against at its end (tools/run/watch.py) and in its loss.png. curve_of:
     of which split `curve` has the loss. Where the track is to reach a value in the least time, `seconds` is
-    what the record took. pace: the median training seconds of its runs at step PACE_STEP, and their
-    machine."""
+    what the record took."""
     track = RULES[NEWEST].tracks[name]
     mean = track.start
     about = f"{track.start_name}, {track.hardware}"
     best = best_before(records, "")
     curve = []
-    pace = None
     split = "train"
     if best != "none":
         record = records[best]
         s = describe(record.values("time" if track.rank == "time" else track.metric))
         mean = round(s.mean, 4)
         about = f"{best.partition('_')[2]}, {s.n} seeds"
-        times = [point.seconds for run in record.runs for point in run.curves["train"]
-                 if point.step == PACE_STEP]
-        if times and track.time_cap:
-            machine = record.hardware().removeprefix("1 ranks x ")
-            pace = dict(step=PACE_STEP, seconds=round(float(np.median(times)), 1), machine=machine)
         curves = [batch_means(run.curves["train"]) for run in record.runs]
         if all(len(run.curves["part"]) > 3 for run in record.runs):
             split = "part"
@@ -125,7 +117,7 @@ def target_of(name: str, records: dict[str, Folder]) -> dict[str, Any]:
     if track.rank == "time":
         other |= {"value": track.target, "seconds": mean}
     return {"compare": [other] * (mean is not None) + PLAIN.get(name, []), "curve": curve,
-            "curve_of": split, "pace": pace}
+            "curve_of": split}
 
 
 def page_of(version: int) -> Path:

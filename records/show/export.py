@@ -1,17 +1,35 @@
 """A trained model for other programs: ./run.sh record export RUN writes its weights as safetensors,
-config.json, and model.py, the recipe's model and load(folder) with torch alone."""
+config.json, and model.py: the recipe's script, with load(folder) for log_probs(model, tokens)."""
 import argparse
 import io
 import json
 import lzma
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from data import inputs
 from records.judge.runs import Refused, demand_no_dead_link, make_folder
+from tools.run.script import BANNER, script
+
+LOAD = '''
+def load(folder: Path | str) -> Model:
+    """The model in folder/model.safetensors, for log_probs()."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(folder, "model.safetensors"))
+    shape = json.loads(Path(folder, "config.json").read_bytes())
+    shape = {name: tuple(value) if isinstance(value, list) else value for name, value in shape.items()}
+    cfg = recipe_of(shape["preset"])(**shape, train_batch_tokens=shape["train_seq_len"])
+    model = cfg.make_model()
+    for name, p in model.named_parameters():
+        p.data.copy_(tensors.pop(name))
+    model.load_state(tensors)
+    return model.eval()
+
+'''
 
 
 def model_file(run: Path | str) -> Path:
@@ -32,13 +50,8 @@ def model_constants(recipe: Any) -> list[str]:
 
 def tensors_of(model: Any) -> dict[str, Any]:
     """{name: tensor} of a model: its parameters, and what its n-grams are counted from."""
-    import torch
     # A tied head is the embedding, which named_parameters() lists once
-    tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
-    if model.state():
-        tensors["counts.text"] = torch.from_numpy(model.counts.text.view("<i2").copy())
-        tensors["counts.starts"] = model.counts.starts.byte()
-    return tensors
+    return {name: p.detach().contiguous() for name, p in model.named_parameters()} | model.state()
 
 
 def read_older(train_gpt: ModuleType, path: Path, why: str) -> tuple:
@@ -74,10 +87,11 @@ def write_weights(folder: Path, tensors: dict[str, Any], shape: dict[str, Any], 
     (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
 
 
-def constants_of(cfg: Any) -> dict[str, tuple[Any, str]]:
-    """{constant: (value, what it means)} of a run."""
-    meanings = {field.name: field.metadata["doc"] for field in fields(cfg)}
-    return {name: (value, meanings[name]) for name, value in asdict(cfg).items()}
+def model_script(preset: str, text: str) -> str:
+    """The text of model.py. text: of train_gpt.py."""
+    whole = script(preset, text)
+    start = whole.index(f"{BANNER}15 start")
+    return whole[:start] + LOAD.lstrip("\n") + whole[start:]
 
 
 def export(args: argparse.Namespace, say: Callable) -> str:
@@ -87,7 +101,6 @@ def export(args: argparse.Namespace, say: Callable) -> str:
     except ImportError:
         raise Refused("export needs safetensors: pip install -r requirements.txt") from None
     import train_gpt
-    from tools.run.model_script import model_script
     path = model_file(args.run)
     folder = Path(args.out or path.parent / "export")
     cfg: Any
@@ -101,13 +114,11 @@ def export(args: argparse.Namespace, say: Callable) -> str:
         return str(folder)
     tensors = tensors_of(model)
     shape = {name: getattr(cfg, name) for name in model_constants(cfg)}
-    write_weights(folder, tensors, shape | dict(scoring_window=cfg.scoring_window()), save_file)
+    write_weights(folder, tensors, shape, save_file)
     trainer = inputs.read_text(Path(train_gpt.__file__))
-    script = model_script(cfg.preset, trainer, constants_of(cfg), "counts.text" in tensors)
-    (folder / "model.py").write_text(script, encoding="utf-8")
+    (folder / "model.py").write_text(model_script(cfg.preset, trainer), encoding="utf-8")
     weights = sum(p.numel() for p in model.parameters())
-    text = len(tensors.get("counts.text", ()))
-    counted = f" and the {text:,} training tokens that n-grams are counted from" if text else ""
+    counted = " with the training text that n-grams are counted from" if model.state() else ""
     say(f"wrote {folder}/model.safetensors ({weights:,} weights{counted}), config.json and model.py, which "
-        "reads them with torch alone")
+        "reads them with torch, numpy and safetensors")
     return str(folder)

@@ -17,7 +17,6 @@ import hashlib
 import json
 import lzma
 import os
-import platform
 import random
 import re
 import shlex
@@ -31,6 +30,7 @@ import time
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -242,14 +242,14 @@ def in_fork(function: Callable[[], int]) -> int:
     return int(text)
 
 
-def ppmd_sizes(order: int, megabytes: int, primer: bytes, documents: list[bytes]) -> list[int]:
+def ppmd_sizes(order: int, primer: bytes, documents: list[bytes]) -> list[int]:
     """The bytes that each document adds to those of the primer. Each is coded from the state after the
     primer, which pyppmd cannot copy, so it is coded in a fork."""
     try:
         import pyppmd
     except ImportError:
         raise Refused("not installed: pip install -r requirements.txt") from None
-    encoder = pyppmd.Ppmd7Encoder(order, megabytes * 10**6)
+    encoder = pyppmd.Ppmd7Encoder(order, PPMD_MEGABYTES * 10**6)
     encoder.encode(primer)
 
     def rest(document: bytes) -> int:
@@ -314,15 +314,15 @@ class Kept:
 
 class Bench:
     """Measures what is not in the file yet. words: the constants that all get."""
-    def __init__(self, text: Text, kept: Kept, words: dict[str, str], tune: bool, megabytes: int,
+    def __init__(self, text: Text, kept: Kept, words: dict[str, str], tune: bool,
                  say: Callable[[str], None] = print) -> None:
         self.text = text
         self.kept = kept
         self.words = dict(MAX_WALLCLOCK_SECONDS="120") | words
         self.tune = tune
-        self.megabytes = megabytes
         self.say = say
-        self.machine = machine()
+        place: Any = SimpleNamespace(on_gpu=torch.cuda.is_available(), world_size=1)  # what is asked for
+        self.machine = f"{train_gpt.hardware(place)}, torch {torch.__version__}"
         self.script = hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest()[:12]
 
     def measured(self, key: dict[str, Any], what: str,
@@ -369,19 +369,19 @@ class Bench:
         """By the order that is best on train documents that did not prime it."""
         trials = {}
         for order in PPMD_ORDERS:
-            key = dict(peer="ppmd", trial=order, megabytes=self.megabytes)
+            key = dict(peer="ppmd", trial=order)
             what = f"trial of ppmd, order {order}"
             row = self.measured(key, what, partial(self.ppmd_row, order, trial=True))
             trials[order] = row["bpb"]
         order = min(PPMD_ORDERS, key=trials.__getitem__)
-        key = dict(peer="ppmd", order=order, megabytes=self.megabytes)
+        key = dict(peer="ppmd", order=order)
         return self.measured(key, f"ppmd, order {order}", partial(self.ppmd_row, order))
 
     def ppmd_row(self, order: int, trial: bool = False) -> dict[str, Any]:
         """The row for one order, on the val documents or on those of a trial."""
         before, documents = self.text.split() if trial else (self.text.train, self.text.val)
         primer = b"".join(before)
-        row = self.timed(documents, lambda: sum(ppmd_sizes(order, self.megabytes, primer, documents)))
+        row = self.timed(documents, lambda: sum(ppmd_sizes(order, primer, documents)))
         return row | dict(note=f"order {order}")
 
     # ----- trainers
@@ -445,16 +445,6 @@ def joined(settings: dict[str, str]) -> str:
     return " ".join([f"{name}={text}" for name, text in settings.items()])
 
 
-def machine() -> str:
-    """Cores that this process may use, processor, torch; the GPU, where there is one."""
-    found = None
-    if Path("/proc/cpuinfo").exists():
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    name = found[1] if found else platform.machine()
-    return f"{torch.get_num_threads()} threads of {name}{gpu}, torch {torch.__version__}"
-
-
 def cells(name: str, rows: list[dict[str, Any]] | str) -> list[str]:
     """A peer's row of the table. rows: one per seed, or why there are none."""
     peer = PEERS[name]
@@ -511,7 +501,7 @@ def measure(args: argparse.Namespace, words: list[str], scratch: Path) -> None:
     path = Path("data/datasets", args.text)
     text = Text(path if path.exists() else Path(args.text), scratch)
     kept = Kept(args.json or Path("logs/peers", f"{text.path.name}.json"))
-    bench = Bench(text, kept, given, args.tune, args.ppmd_megabytes, lambda line: print(line, flush=True))
+    bench = Bench(text, kept, given, args.tune, lambda line: print(line, flush=True))
     about = text.data.about
     print(f"command: {shlex.join(['./run.sh', 'bench', '--peers', *words])}\nmachine: {bench.machine}")
     print(f"text: {text.path.name}, {about['train_tokens']:,} train and {about['val_tokens']:,} val tokens, "
@@ -535,7 +525,6 @@ def main(words: list[str]) -> int:
     parser.add_argument("--only", action="append", default=[], help=", ".join(PEERS))
     parser.add_argument("--tune", action="store_true", help="trials of the settings of each that trains")
     parser.add_argument("--json", type=Path, help="the rows so far; logs/peers/<text>.json")
-    parser.add_argument("--ppmd-megabytes", type=int, default=PPMD_MEGABYTES)
     args = parser.parse_intermixed_args(words)
     try:
         with tempfile.TemporaryDirectory(prefix="peers_") as scratch:

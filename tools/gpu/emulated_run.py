@@ -275,7 +275,7 @@ def lines_of(output: str, pattern: str) -> dict[int, float]:
 class Walk:
     """Runs of main(), in the current folder."""
 
-    def __init__(self, trainer: ModuleType, env: dict[str, str]) -> None:
+    def __init__(self, trainer: Any, env: dict[str, str]) -> None:
         self.trainer = trainer
         self.env = env
 
@@ -362,7 +362,7 @@ class Walk:
 
 
 def check(
-    trainer: ModuleType, preset: str, given: dict[str, str], parts: list[str]
+    trainer: Any, preset: str, given: dict[str, str], parts: list[str]
 ) -> dict[str, Any]:
     """Everything about a preset -> {lines, faults, operators, kernels, seconds}; in a process with the
     library in place. parts: of steps and main."""

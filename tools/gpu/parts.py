@@ -13,7 +13,6 @@ card computes is compared with fp32 by `./run.sh test -m gpu`.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -39,13 +39,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
     sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
-from tools.gpu import seen_on_gpu  # noqa: E402
+from tools.gpu import seen_on_gpu, static  # noqa: E402
 
 if TYPE_CHECKING:  # the spec names the folder of the one that runs
     from torch._ops import OpOverload
 
-    from tools.dev.bench import LazyMask
-    from train_gpt import Kernels, Optimizer, Run, Stage
+    from train_gpt import Optimizer, Run, Stage
 
 LEAST_GAIN = 0.5  # ms per step that a constant must gain
 LEAST_PART = 0.1  # of the time of what it changes
@@ -67,7 +66,7 @@ def tile(m: int, n: int, warps: int, stages: int, m1: int = 0, n1: int = 0, *lau
 
 
 # FLEX_OPTIONS to time beside torch's own choice, by the card's generation and the head size of queries and
-# keys: of those that compile without spilling (tiles.py, docs/log.md) the ones to try first
+# keys: of those that compile without spilling (docs/log.md) the ones to try first
 TILES = {
     (9, 96): [tile(128, 64, 8, 3), tile(128, 64, 8, 3, 64, 64, 8, 3)],
     (10, 96): [tile(128, 64, 8, 3), tile(128, 64, 8, 3, 64, 128, 8, 2)],
@@ -219,15 +218,6 @@ class Subject(NamedTuple):
         return torch.compile(function, dynamic=False, fullgraph=True, backend=back_end)
 
 
-def load_trainer(folder: Path) -> ModuleType:
-    """train_gpt.py of a folder, under its own name, so that tools/dev/bench.py measures it."""
-    spec = importlib.util.spec_from_file_location("train_gpt", folder / "train_gpt.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_gpt"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def one_rank_of_eight(trainer: ModuleType, preset: str, given: dict[str, str], toy: bool) -> dict[str, str]:
     """The settings of a preset for the batch of one rank."""
     settings = dict(PRESET=preset, SAVE_EVERY="0", ITERATIONS=str(STEPS))
@@ -354,25 +344,48 @@ def random_tokens(run: Run, stage: Stage) -> Tensor:
     return tokens
 
 
-def attention_calls(subject: Subject, run: Run) -> tuple[list[tuple[Call, int]], tuple[Any, ...] | None]:
-    """([(call, how many layers make it)] of a micro-step of the dearest stage, the arguments of its loss)."""
+class LazyMask(NamedTuple):
+    """Arguments of window_mask() and its versions: what is timed makes the mask itself, as a compiled step
+    does."""
+
+    window: int | Tensor
+    T: int
+    documents: Tensor | None
+    device: torch.device
+
+
+def attention_calls(run: Run) -> tuple[list[tuple[Call, int]], tuple[Any, ...] | None]:
+    """([(call, how many layers make it)] of a micro-step of the dearest stage, its loss's arguments, None
+    for a model that computes its own). Meanwhile attention gives values back."""
     stage = last_stage(run)
+    model = run.model
+    kernels = model.kernels
     tokens = random_tokens(run, stage)
+    context = model.context(stage.row_tokens, run.team.device, run.team.dtype, stage)
     calls: list[Call] = []
+    losses: list[tuple[Any, ...]] = []
 
-    def note(q: Tensor, k: Tensor, v: Tensor, mask: LazyMask | None) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: LazyMask | None) -> Tensor:
         T = q.size(2)
-        window = T
-        documents = None
-        if mask is not None:
-            window = int(mask.window)
-            documents = mask.documents
-        calls.append(Call(tuple(q.shape), tuple(k.shape), tuple(v.shape), min(window, T), documents))
+        window = T if mask is None else min(int(mask.window), T)
+        documents = None if mask is None else mask.documents
+        calls.append(Call(tuple(q.shape), tuple(k.shape), tuple(v.shape), window, documents))
+        return v.repeat_interleave(q.size(1) // v.size(1), 1)
 
-    _, loss_args = subject.bench.recorded_calls(run, stage, tokens, note)
+    def loss(*args: Any) -> Tensor:
+        losses.append(args)
+        return args[0].sum()
+
+    noting: dict[str, Any] = dict(attention=attention, loss=loss)
+    if hasattr(kernels, "window_mask"):
+        noting["window_mask"] = LazyMask
+    model.use(replace(kernels, **noting))
+    with torch.no_grad():
+        model(tokens, tokens, context, *model.candidates(tokens, tokens))
+    model.use(kernels)
     counts = Counter([call.kind() for call in calls])
     distinct = {call.kind(): call for call in calls}
-    return [(call, counts[kind]) for kind, call in distinct.items()], loss_args
+    return [(call, counts[kind]) for kind, call in distinct.items()], losses[0] if losses else None
 
 
 def attention_inputs(run: Run, call: Call) -> list[Tensor]:
@@ -388,7 +401,7 @@ def attention_inputs(run: Run, call: Call) -> list[Tensor]:
     return [q, k, v, grad]
 
 
-def by_kernels(kernels: Kernels, call: Call, device: torch.device) -> Callable[..., Tensor]:
+def by_kernels(kernels: Any, call: Call, device: torch.device) -> Callable[..., Tensor]:
     """Attention as a compiled step with these Kernels computes it."""
     T = call.q[2]
     documents = call.documents
@@ -585,7 +598,7 @@ def loop(subject: Subject, run: Run) -> None:
     for stage in dict.fromkeys([stage for stage, _ in steps]):
         times = sorted([ms for its, ms in steps if its == stage])
         typical[stage] = times[len(times) // 2]
-        row = dict(tokens=stage[0], row_tokens=stage[1], steps=len(times))
+        row: dict[str, float] = dict(tokens=stage[0], row_tokens=stage[1], steps=len(times))
         row |= dict(p50=typical[stage], p99=times[int(len(times) * 0.99)])
         text = f"{stage[0]:,} tokens a step: p50 {row['p50']:.1f} ms, p99 {row['p99']:.1f}"
         report.say("note", text, **row)
@@ -643,7 +656,7 @@ def rank_of_eight(subject: Subject, run: Run) -> None:
     trainer = subject.trainer
     expected = [] if subject.toy else EXPECTED.get(report.preset, [])
     stages: dict[tuple[int, int], Stage] = {}
-    for stage in subject.bench.distinct_stages(run.cfg):
+    for stage in run.cfg.stages():
         stages.setdefault((stage.batch_tokens, stage.row_tokens), stage)
     own_an_eighth(subject, run)
     gc.collect()  # the whole optimizer
@@ -680,8 +693,6 @@ def profile_step(subject: Subject, run: Run) -> None:
     """The 15 kernels that take longest, with the rate of memory traffic that `static` counts for them."""
     from torch.profiler import ProfilerActivity, profile
 
-    from tools.gpu import static as static_gpu
-
     stage = last_stage(run)
     batch = run.loader.next(stage.batch_tokens, stage.row_tokens // run.cfg.train_seq_len, stage.doc_len)
     step = subject.bench.step_function(subject.trainer, run, stage)
@@ -696,7 +707,7 @@ def profile_step(subject: Subject, run: Run) -> None:
     on_gpu = run.team.on_gpu
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     width = batch[0].numel() * run.cfg.model_dim * 4
-    counted = static_gpu.count_bytes(torch, note, width) if on_gpu else nullcontext()
+    counted = static.count_bytes(torch, note, width) if on_gpu else nullcontext()
     with counted, profile(activities=[activity]) as found:
         for _ in range(steps):
             step(batch)
@@ -781,7 +792,7 @@ def measure(subject: Subject, part: str) -> None:
     if run is None:
         return
     if part == "kernels":
-        found = report.attempt("shapes", attention_calls, subject, run)
+        found = report.attempt("shapes", attention_calls, run)
         if found:
             report.attempt("kernels", time_kernels, subject, run, *found)
         return
@@ -798,13 +809,11 @@ def main(path: str) -> int:
     toy = spec["toy"]
     report = Report(Path(spec["events"]), part, spec["preset"], spec["machine"])
     report.doing("importing torch's compiler")
-    trainer = load_trainer(Path(spec["trainer"]))
+    trainer = static.load_trainer(Path(spec["trainer"], "train_gpt.py"))
     from tools.dev import bench
 
     if ON_STAND_IN:
-        from tools.gpu import static as static_gpu
-
-        kept = static_gpu.replace_attention(torch, lambda *_: None)  # noqa: F841  held until the end
+        kept = static.replace_attention(torch, lambda *_: None)  # noqa: F841  held until the end
     torch._dynamo.config.recompile_limit = 64  # kinds of attention; beyond it runs uncompiled
     if toy:
         torch.set_num_threads(1)  # more gain nothing at this size

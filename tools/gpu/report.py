@@ -13,9 +13,8 @@ alone, the others up to three side by side. Whether results are right at these s
 test -m gpu`.
 
 The plan reads docs/gpu_results/ and puts first what none of these reports shows. It expects of a part what
-it took in an earlier report, else what a table says, times what the parts so far have taken more than
-expected on this host, and starts nothing that would not end in time. The last line says what is still
-unseen.
+a table says, times what the parts so far have taken more than expected on this host, and starts nothing that
+would not end in time. The last line says what is still unseen.
 
 One verdict per line, and the same with its figures in gpu_report.json (--json FILE), which is valid whenever
 the command is killed; nothing that it started goes on then. ok: as expected. FAULT: do not train before this
@@ -49,7 +48,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 HERE = Path(__file__).resolve().parent
@@ -58,14 +57,12 @@ if __name__ == "__main__":  # our modules are those of this checkout, whatever e
     sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
 from tools.gpu import plan as gpu_plan  # noqa: E402
 from tools.gpu import results as gpu_results  # noqa: E402
-from tools.gpu.plan import PARTS, PRESETS, Need, Part  # noqa: E402
+from tools.gpu import static  # noqa: E402
+from tools.gpu.plan import PARTS, PRESETS, Part  # noqa: E402
 from tools.run import surroundings  # noqa: E402
 
 if __name__ == "__main__":  # for the processes of the parts, which are trainers, too
     os.environ.update(surroundings.allocator(os.environ))
-
-if TYPE_CHECKING:  # --trainer names the folder of the one that runs
-    from train_gpt import Config
 
 TRAIN_STEPS = 20
 TRAIN_STEPS_OF_A_TOY = 10
@@ -147,7 +144,7 @@ PR_SET_PDEATHSIG = 1
 
 def start_process(
     words: Sequence[str | Path], folder: Path, env: Mapping[str, str], output: Path
-) -> subprocess.Popen:
+) -> subprocess.Popen[bytes]:
     """A process in a group of its own, which the kernel kills when this one ends, however that ends."""
     parent = os.getpid()
 
@@ -163,7 +160,7 @@ def start_process(
         )  # fmt: skip
 
 
-def stop_process(process: subprocess.Popen) -> None:
+def stop_process(process: subprocess.Popen[bytes]) -> None:
     """Kills it with all that it started in its group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
@@ -298,7 +295,7 @@ class Workshop:
         self.folder = folder
         self.settings: dict[str, dict[str, str]] = {}
 
-    def random_tokens(self, cfg: Config) -> dict[str, str]:
+    def random_tokens(self, cfg: Any) -> dict[str, str]:
         """Random tokens for a preset's vocabulary and rows, written once."""
         folder = self.folder / f"tokens_{cfg.vocab_size or 1024}_{cfg.eval_context or cfg.train_seq_len}"
         known = folder / "settings.json"
@@ -318,7 +315,7 @@ class Workshop:
         file.write_text(json.dumps({word: token for token, word in enumerate(words[:50_257])}))
         return file
 
-    def rows(self, report: Report, cfg: Config) -> str:
+    def rows(self, report: Report, cfg: Any) -> str:
         """DEVICE_BATCH_SIZE of a preset that has the card to itself."""
         if cfg.preset in ROWS:
             return ROWS[cfg.preset]
@@ -556,21 +553,21 @@ def conclude(report: Report, complete: bool) -> int:
     if not report.found["toy"]:
         if changes:
             print("Set: " + "; ".join(dict.fromkeys(changes)))
-        print(gpu_plan.tell_rest(report.parts, report.memory()))
+        print(gpu_plan.tell_rest(report.parts))
     return int(counts["FAULT"] > 0)
 
 
-def planned(args: argparse.Namespace, earlier: dict[tuple[str, str], Need]) -> list[Part]:
+def planned(args: argparse.Namespace) -> list[Part]:
     """The parts that are asked for; of a toy those that do not train are done of one preset."""
     rows = gpu_results.shown(gpu_results.reports())
     shown = {(row.preset, row.goal) for row in rows if not row.given}
-    parts = gpu_plan.make_plan(args.presets, args.only, shown, earlier, args.toy)
+    parts = gpu_plan.make_plan(args.presets, args.only, shown, args.toy)
     if args.toy and len(args.presets) > 1:
         parts = [part for part in parts if part.part == "train" or part.preset == MEASURED_TOY]
     return parts
 
 
-def measure(workshop: Workshop, report: Report, earlier: dict[tuple[str, str], Need]) -> None:
+def measure(workshop: Workshop, report: Report) -> None:
     """The environment first, since the plan needs the GPU's memory and how fast this host is; then all
     parts."""
     args = workshop.args
@@ -588,13 +585,13 @@ def measure(workshop: Workshop, report: Report, earlier: dict[tuple[str, str], N
         gpu_plan.carry_out(report.parts, start, report.skip, report, seconds, report.memory())
 
     try:
-        report.parts = gpu_plan.make_plan([], ["environment"], [], earlier, args.toy)
+        report.parts = gpu_plan.make_plan([], ["environment"], [], args.toy)
         carry_out()
         if not args.toy and not report.found["machine"].get("gpu"):
             text = "torch finds no GPU, so no preset was measured: --toy rehearses on a CPU"
             report.say(report.parts[0], "FAULT", text)
             return
-        rest = planned(args, earlier)
+        rest = planned(args)
         slow = gpu_plan.slowness(report.parts)
         for line in gpu_plan.tell_plan(rest, report.memory(), report.left(), slow):
             print(line, flush=True)
@@ -616,7 +613,7 @@ def main(argv: list[str]) -> int:
     print("...   importing torch", flush=True)
     from tools.gpu import parts as gpu_parts
 
-    trainer = gpu_parts.load_trainer(args.trainer)
+    trainer = static.load_trainer(args.trainer / "train_gpt.py")
     from tools.dev import bench
 
     try:
@@ -628,13 +625,11 @@ def main(argv: list[str]) -> int:
         return 2
     signal.signal(signal.SIGTERM, interrupted)
     begun = datetime.now(UTC).isoformat(timespec="seconds")
-    paths = sorted(gpu_results.FOLDER.glob("*.json"))
-    earlier = gpu_plan.earlier_needs([*paths, args.json], args.toy)  # before this report replaces it
     with tempfile.TemporaryDirectory(prefix="gpu_report_") as folder:
         workshop = Workshop(trainer, bench, gpu_parts, args, Path(folder))
         report = Report(args.json, args, begun)
         try:
-            measure(workshop, report, earlier)
+            measure(workshop, report)
         except KeyboardInterrupt:
             conclude(report, complete=False)
             return 130

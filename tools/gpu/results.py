@@ -1,16 +1,16 @@
-"""What the reports in docs/gpu_results/ show: writes the tables of docs/first_gpu.md between its two marks.
+"""What the reports in docs/gpu_results/ show: the table of docs/first_gpu.md between its two marks, and
+seen_on_gpu.tsv.
 
-    python tools/gpu/results.py                             makes them anew
-    python tools/gpu/results.py --add FILE --name NAME      copies a report there first
-    python tools/gpu/results.py --seen FILE ...             what ran in them goes into seen_on_gpu.tsv
+    python tools/gpu/results.py                 makes them anew
+    python tools/gpu/results.py FILE NAME       adds a report first, the JSON file of `./run.sh gpu-report`
 
-Each is the JSON file of `./run.sh gpu-report`. A rehearsal (--toy) and a file that is no report are
-refused. With --add: --side-by-side if other programs ran on the card, so that its times count for nothing,
---remark for what a reader should know.
+A rehearsal (--toy) and a file that is no report are refused. If other programs ran on the card, so that its
+times count for nothing, set "side_by_side": true in the report.
 """
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ BEGIN = "<!-- made by tools/gpu/results.py -->\n"
 END = "<!-- end of what it made -->\n"
 KEYS = ("toy", "begun", "commit", "complete", "machine", "verdicts")  # of a report, what is shown
 # What it may have besides. given: constants that the command set; shown: {preset: [goal]} by its log alone
-MORE: dict[str, Any] = dict(side_by_side=False, remark="", operators={}, given={}, shown={})
+MORE: dict[str, Any] = dict(side_by_side=False, operators={}, given={}, shown={})
 
 
 class NoReport(Exception):
@@ -41,7 +41,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
         found = {key: whole[key] for key in KEYS}
-        found |= {key: whole.get(key, value) for key, value in MORE.items()}
+        found |= {key: whole.get(key, value) for key, value in MORE.items()} | dict(name=path.name)
         verdicts = found["verdicts"]
         machine = found["machine"]
     except (ValueError, KeyError, TypeError) as error:
@@ -123,97 +123,31 @@ def matrix(rows: list[Shown]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# ---------- times
-def mfu(preset: str, tokens: int, row_tokens: int, ms: float, gpu: str) -> str:
-    """Of a step of so many tokens of one rank of eight: its matmul FLOPs over the card's dense bf16 peak."""
-    import train_gpt
-    from tools.run import plan
-
-    cfg = train_gpt.load_config(dict(PRESET=preset))
-    cfg = train_gpt.replace(cfg, vocab_size=cfg.vocab_size or 1024)
-    peak = cards.peak_flops(gpu)
-    for stage in cfg.stages():
-        if peak and (stage.batch_tokens, stage.row_tokens) == (8 * tokens, row_tokens):
-            return f"{plan.flops_per_token(cfg, stage) * tokens / (ms / 1e3) / peak:.1%}"
-    return "?"
-
-
-def times(found: list[dict[str, Any]]) -> str:
-    """A row for each timed stage, the newest first."""
-    head = ["preset, tokens a step of a rank", "card, torch, date, commit", "ms, p50", "p99", "MFU"]
-    head += ["with an eighth of the optimizer"]
-    lines = ["| " + " | ".join(head) + " |", "|---|---|---:|---:|---:|---:|"]
-    for report in [report for report in reversed(found) if not report["side_by_side"]]:
-        machine = report["machine"]
-        torch = machine["torch"].split("+")[0]
-        where = f"{machine['gpu']}, {torch}, {report['begun'][:10]}, {report['commit']}"
-        eighths = {}
-        for row in report["verdicts"]:
-            if "with_an_eighth" in row["figures"]:
-                eighths[row["preset"], row["figures"]["tokens"]] = f"{row['figures']['with_an_eighth']:.1f}"
-        for row in [row for row in report["verdicts"] if "p50" in row["figures"]]:
-            figures = row["figures"]
-            tokens = figures["tokens"]
-            eighth = eighths.get((row["preset"], tokens), "")
-            if "rank_of_eight" in figures:  # until 27 November 2026
-                eighth = f"{figures['rank_of_eight']:.1f} (estimate)"
-            part = mfu(row["preset"], tokens, figures["row_tokens"], figures["p50"], machine["gpu"])
-            cells = [f"{row['preset']}, {tokens:,}", where, f"{figures['p50']:.1f}", f"{figures['p99']:.1f}"]
-            lines.append("| " + " | ".join([*cells, part, eighth]) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def tables(folder: Path = FOLDER) -> str:
-    """What is between the marks. Raises NoReport."""
-    found = reports(folder)
-    return f"{matrix(shown(found))}\n{times(found)}"
-
-
 def page(text: str, folder: Path = FOLDER) -> str:
-    """The page with its tables made anew. Raises NoReport."""
+    """The page with its table made anew. Raises NoReport."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + tables(folder) + END + after
+    return before + BEGIN + matrix(shown(reports(folder))) + END + after
 
 
 # ---------- the command
-def add(args: argparse.Namespace, folder: Path) -> None:
-    """Copies a report to the folder, with what it lacks. Raises NoReport."""
-    report = json.loads(args.add.read_text(encoding="utf-8"))
-    report["side_by_side"] = args.side_by_side
-    report["remark"] = args.remark
-    target = folder / f"{args.name}.json"
-    target.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    try:
-        read(target)
-    except NoReport:
-        target.unlink()
-        raise
-
-
 def main(argv: list[str], folder: Path = FOLDER, table: Path = seen_on_gpu.TABLE, file: Path = PAGE) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--add", type=Path, metavar="FILE")
-    parser.add_argument("--seen", type=Path, nargs="+", metavar="FILE", default=[])
-    parser.add_argument("--name", default="")
-    parser.add_argument("--side-by-side", action="store_true")
-    parser.add_argument("--remark", default="")
-    args = parser.parse_args(argv)
-    if bool(args.add) != bool(args.name):
-        parser.error("--add and --name belong together")
+    parser.add_argument("report", nargs="*", metavar="FILE NAME")
+    words = parser.parse_args(argv).report
     try:
-        if args.add:
-            add(args, folder)
-        rows = [row for path in args.seen for row in seen_on_gpu.rows_of(read(path), path.name)]
-        text = page(file.read_text(encoding="utf-8"), folder)
-    except NoReport as error:
-        print(f"gpu_results: {error}", file=sys.stderr)
+        if words:
+            report, name = words
+            read(Path(report))
+            shutil.copy(report, folder / f"{name}.json")
+        found = [read(path) for path in sorted(folder.glob("*.json"))]
+    except (NoReport, OSError, ValueError) as error:
+        print(f"results: {error}", file=sys.stderr)
         return 2
-    if rows:
-        seen_on_gpu.write([*seen_on_gpu.load(table), *rows], table)
-    file.write_text(text, encoding="utf-8")
+    seen_on_gpu.write([row for report in found for row in seen_on_gpu.rows_of(report)], table)
+    file.write_text(page(file.read_text(encoding="utf-8"), folder), encoding="utf-8")
     return 0
 
 

@@ -3,8 +3,8 @@
     from tools.gpu.seen_on_gpu import load, seen
     seen("aten.mm", ("bfloat16", "bfloat16"))
 
-The table is filled by `python tools/gpu/results.py --seen FILE ...` from the JSON files of gpu-report, and by
-nothing else: an operator by what ran outside of Inductor's generated kernels, with the dtypes and the layout
+The table is filled by `python tools/gpu/results.py` from the reports in docs/gpu_results/, and by nothing
+else: an operator by what ran outside of Inductor's generated kernels, with the dtypes and the layout
 of its tensors; a kernel by the name that torch's profiler gave, whose dtypes are `-` unless the name has
 them. Nothing here imports torch.
 """
@@ -161,8 +161,9 @@ def family(kernel: str) -> tuple[str, str, str] | None:
     return name, UNKNOWN, UNKNOWN
 
 
-def rows_of(report: dict[str, Any], name: str) -> list[Row]:
+def rows_of(report: dict[str, Any]) -> list[Row]:
     """What a report of a card shows to have run there."""
+    name = report["name"]
     machine = report["machine"]
     card = machine["gpu"]
     version = machine["torch"]

@@ -16,11 +16,10 @@ can be believed. Replaced in Python: NCCL by torch.testing's fake process group 
 attention by functions that allocate what the fused kernels would; the init, which is not drawn.
 
 Milliseconds "at the ceilings" are those of a GPU that reaches the ceilings in tools/run/cards.py in every
-part, one after another: a way to see which part grew, no prediction. Beside the sum stands an estimate for
-8 H100: the sum times what the game's record logged over what was counted of its own script (FACTORS). The
-time of the ranks' collectives stands beside both. "estimate by what an H100 took" is the counted work at
-the rates that one H100 reached, kernel by kernel, and transposing kernels by name (kernel_costs.py). Exit
-code 1: some PROBLEM line was printed.
+part, one after another: a way to see which part grew, no prediction. The time of the ranks' collectives
+stands beside it, and bytes that torch's own kernels move are in neither. "estimate by what an H100 took" is
+the counted work at the rates that one H100 reached, kernel by kernel (kernel_costs.py). Exit code 1: some
+PROBLEM line was printed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ import ctypes
 import importlib.util
 import itertools
 import json
-import math
 import os
 import re
 import subprocess
@@ -69,21 +67,6 @@ FP32 = 60e12  # FLOP/s of fp32 products on an H100
 NVLINK = 370e9  # bytes/s of a collective among 8 H100
 TYPES = {0: ("fp32", 4), 14: ("bf16", 2), 2: ("fp16", 2), 28: ("fp8", 1), 29: ("fp8", 1)}  # cudaDataType
 GIB = 2**30
-# A record's logged milliseconds over the sum that was counted of its own script, per stage, by torch 2.14.1
-# and before tensor lists were counted: nanochat's d26, modded-nanogpt's 2025-11-29, parameter-golf's Seq4096
-SPEEDRUN_FACTORS = (1.32, 1.23, 1.18)
-GPT2_FACTORS = (1.34,)
-GOLF_FACTORS = (2.4,)
-# Steps that the records made within the clock that ends these games
-RECORD_STEPS = {"golf": 8394, "golf_plus": 4988}
-FACTORS = {
-    "speedrun": SPEEDRUN_FACTORS,
-    "speedrun_plus": SPEEDRUN_FACTORS,
-    "gpt2": GPT2_FACTORS,
-    "gpt2_plus": GPT2_FACTORS,
-    "golf": GOLF_FACTORS,
-    "golf_plus": GOLF_FACTORS,
-}
 
 
 # ---------- the library
@@ -234,14 +217,12 @@ def replace_attention(torch: ModuleType, note: Note) -> Library:
 
 
 @contextmanager
-def count_bytes(torch: ModuleType, note: Note, width: int, order: bool = False) -> Iterator[None]:
+def count_bytes(torch: ModuleType, note: Note, width: int) -> Iterator[None]:
     """Meanwhile Triton kernels note the bytes of their tensors, each once; of a table in which they look up
-    or scatter rows, at most `width`: those rows. order: generated ones also note the bytes that they walk
-    against the order in memory; -1 if that is unknown."""
+    or scatter rows, at most `width`: those rows."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     real = CachingAutotuner.run
-    strided: dict[tuple[Any, ...], int | None] = {}  # {(kernel, sizes of its tensors): bytes}
 
     def run(self: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
         """CachingAutotuner.run(), which notes what it launches."""
@@ -250,15 +231,7 @@ def count_bytes(torch: ModuleType, note: Note, width: int, order: bool = False) 
         by_row = "embedding" in name and any(x.dtype == torch.int64 for x in tensors)  # it reads tokens
         sizes = [min(x.nbytes, width) if by_row and x.dim() == 2 else x.nbytes for x in tensors]
         note("bytes", name, sum(sizes))
-        if not order:
-            return real(self, *args, **kwargs)
-        result = real(self, *args, **kwargs)  # now it has its configurations
-        if re.match("triton_(poi|per|red)_", name):
-            key = (self, *(getattr(x, "nbytes", x) for x in args))
-            if key not in strided:
-                strided[key] = kernel_costs.strided_bytes_of(self, args)
-            note("strided", name, -1 if strided[key] is None else strided[key])
-        return result
+        return real(self, *args, **kwargs)
 
     CachingAutotuner.run = run
     try:
@@ -267,88 +240,7 @@ def count_bytes(torch: ModuleType, note: Note, width: int, order: bool = False) 
         CachingAutotuner.run = real
 
 
-# Operators that launch nothing, and products, which are counted apart
-NO_LAUNCH = set(
-    """view view_as as_strided transpose t permute expand slice select unsqueeze squeeze detach alias
-    reshape _unsafe_view unflatten flatten split chunk unbind narrow empty empty_like empty_strided new_empty
-    item is_nonzero _local_scalar_dense record_stream resolve_conj to mm bmm addmm baddbmm
-    _scaled_mm""".split()
-)  # `to` launches what it calls, if its tensor is not already so
-FOREACH = ("_foreach_copy_", "_foreach_add_", "_foreach_zero_")  # on lists, whose dtypes torch does not note
-DTYPE_BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "bool": 1, "unsigned char": 1}  # others: 2
-
-
-@contextmanager
-def list_bytes(torch: ModuleType) -> Iterator[dict[str, collections.deque[int]]]:
-    """Yields {name in FOREACH: bytes of each call}: those of its tensor lists, the first of which counts
-    twice where it is both read and written."""
-    noted: dict[str, collections.deque[int]] = collections.defaultdict(collections.deque)
-    real = {name: getattr(torch, name) for name in FOREACH}
-
-    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted_call(first: Sequence[Tensor], *others: Any, **kwargs: Any) -> Any:
-            lists = [first, *(x for x in others if isinstance(x, (list, tuple)))]
-            sizes = [sum(t.nbytes for t in tensors) for tensors in lists]
-            noted[name].append(sum(sizes) + (sizes[0] if name == "_foreach_add_" else 0))
-            return call(first, *others, **kwargs)
-
-        return noted_call
-
-    for name, call in real.items():
-        setattr(torch, name, noting(name, call))
-    try:
-        yield noted
-    finally:
-        for name, call in real.items():
-            setattr(torch, name, call)
-
-
-def moved_bytes(name: str, sizes: list[int]) -> int:
-    """Bytes that an operator reads and writes. sizes: of its tensors, in order."""
-    if name in ("copy_", "fill_", "zero_"):
-        return sum(sizes)  # what the first tensor held isn't read
-    if name == "add" and len(sizes) == 4 and sizes[3]:
-        return sum(sizes)  # the last one is the result: out=
-    return sum(sizes) + max(sizes, default=0)
-
-
-def eager_bytes(torch: ModuleType, function: Callable[[], None]) -> int:
-    """Bytes that torch's own kernels read and write: of each operator its inputs, and the largest again as
-    its result; of tensor lists that are concatenated, as bf16. Without collectives."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found, list_bytes(torch) as noted:
-        function()
-    events = found.profiler.kineto_results.events()
-    events = [event for event in events if event.name().startswith(("aten::", "c10d::"))]
-    events.sort(key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns()))
-    total = 0
-    collective = {}  # {thread: end of its last collective}
-    for event, after in zip(events, [*events[1:], None]):
-        end = event.start_ns() + event.duration_ns()
-        thread = event.start_thread_id()
-        if event.name().startswith("c10d::"):
-            collective[thread] = max(end, collective.get(thread, 0))
-        if event.start_ns() < collective.get(thread, 0):
-            continue  # the copies by which the fake process group stands for NCCL
-        inner = after and after.start_thread_id() == event.start_thread_id() and after.start_ns() < end
-        name = event.name()[6:]
-        of_lists = noted[name].popleft() if noted.get(name) else 0
-        if inner or name.rstrip("_") in NO_LAUNCH:
-            continue  # it calls another one, which counts, or launches nothing
-        if of_lists:
-            total += of_lists
-            continue
-        sizes = []
-        shapes = getattr(event, "structured_input_shapes", event.shapes)  # torch 2.11 has the latter only
-        for shape, dtype in zip(shapes(), event.dtypes()):
-            many = shape if shape and isinstance(shape[0], list) else [shape]
-            sizes.append(sum(DTYPE_BYTES.get(dtype, 2) * math.prod(one) for one in many if one))
-        total += moved_bytes(name, sizes)
-    return total
-
-
-def window_pairs(trainer: ModuleType, cfg: Config, stage: Stage, document: int = 0) -> int:
+def window_pairs(cfg: Any, stage: Stage, document: int = 0) -> int:
     """Pairs of query and key that flex attention computes of a row, in blocks of 128, in all layers that use
     it. Documents, which make them fewer, are not known here; document: as if each had so many tokens."""
     T = stage.row_tokens
@@ -358,7 +250,7 @@ def window_pairs(trainer: ModuleType, cfg: Config, stage: Stage, document: int =
         return 0
     from tools.run import plan
 
-    for layer in cfg.layers(stage) if older(trainer) else plan.layers_of(cfg, stage):
+    for layer in plan.layers_of(cfg, stage):
         if layer.window and (layer.window < T - 1 or in_documents(cfg)):
             firsts = [max(0, (q * unit - layer.window) // unit) for q in range(T // unit)]
             if document:
@@ -373,16 +265,8 @@ def in_documents(cfg: Config) -> bool:
     return bool(vars(cfg).get("max_doc_len", 0))
 
 
-def older(trainer: ModuleType) -> bool:
-    """Is it a trainer of before December 2026, with a rehearsal and a memory plan of its own?"""
-    return hasattr(trainer, "rehearse")
-
-
 def memory_plan(trainer: ModuleType, cfg: Config, team: Team) -> tuple[int, int]:
     """(rows per micro-step that memory should hold, the estimate of bytes that they take)"""
-    if older(trainer):
-        micro = trainer.micro_batch(cfg, team)
-        return micro, trainer.step_memory(cfg, team, micro)
     from tools.run import machine, plan
 
     free = trainer.torch.cuda.mem_get_info()[0]
@@ -391,18 +275,10 @@ def memory_plan(trainer: ModuleType, cfg: Config, team: Team) -> tuple[int, int]
     return micro, plan.step_memory(cfg, here, micro)
 
 
-def windows_of(cfg: Config, stage: Stage, T: int) -> dict[str, int]:
-    """{name: tokens that a token sees} in rows of T; {}: all in every layer."""
-    if not hasattr(cfg, "windows"):
-        return {}
-    sizes = cfg.windows(stage, T)
-    return sizes if "long_window" in sizes else dict(long_window=sizes["L"], short_window=sizes["S"])
-
-
 class Subject:
     """A trainer's model and optimizer on this GPU."""
 
-    def __init__(self, trainer: ModuleType, torch: ModuleType, words: Sequence[str], ranks: int) -> None:
+    def __init__(self, trainer: Any, torch: ModuleType, words: Sequence[str], ranks: int) -> None:
         self.trainer = trainer
         self.torch = torch
         self.recorder = Recorder()
@@ -419,22 +295,14 @@ class Subject:
         self.log: list[str] = []
         micro, self.estimate = memory_plan(trainer, cfg, team)
         self.run = run = SimpleNamespace(cfg=cfg, team=team, log=self.add_to_log, micro=micro)
-        if older(trainer):
-            self.run = run = trainer.Run(cfg, cfg, team, self.add_to_log, None, "", micro=micro)
-        if hasattr(cfg, "choose_kernels"):
-            run.kernels = cfg.choose_kernels(True, self.add_to_log)
-        else:  # until 5c77bc0
-            run.kernels = trainer.choose_kernels(cfg, True, self.add_to_log)
-        for name in ("init_parameters", "first_values"):
-            if hasattr(trainer, name):
-                setattr(trainer, name, lambda *_: {})
+        run.kernels = cfg.choose_kernels(True, self.add_to_log)
+        trainer.init_parameters = lambda *_: {}
         if hasattr(cfg, "adjust_init"):
             type(cfg).adjust_init = lambda _, values: values
         trainer.Bank.load = lambda bank, _: setattr(bank, "fresh", True)
         with torch.device("cuda"):
             run.model = cfg.make_model(run.kernels)
-        make_optimizer = cfg.optimizer() if hasattr(cfg, "optimizer") else trainer.Optimizer  # an older one
-        run.optimizer = make_optimizer(run.model, cfg, team.rank, ranks, dtype=team.dtype)
+        run.optimizer = cfg.optimizer()(run.model, cfg, team.rank, ranks, dtype=team.dtype)
         for name in ("reduce_scatter", "all_gather"):
             self.note_collective(name)
         update = run.optimizer.step
@@ -484,8 +352,7 @@ class Subject:
         triton.knobs.compilation.listener = listen
         self.memory()
         began = core_seconds()
-        warm_up = self.trainer.rehearse if older(self.trainer) else self.trainer.warm_up
-        _, lines, _ = self.recorder.of(lambda: warm_up(self.run))
+        _, lines, _ = self.recorder.of(lambda: self.trainer.warm_up(self.run))
         loaded = {tuple(line[1:]) for line in lines if line[0] == "load"}
         slowest = max(ptxas.items(), key=lambda item: item[1], default=("none", 0.0))
         return dict(
@@ -505,26 +372,24 @@ class Subject:
 
     def stage(self, stage: Stage) -> dict[str, Any]:
         """Figures of a step of a stage: the mean over as many as Adam waits for."""
+        from tools.run import plan
+
         run = self.run
         cfg = self.run.cfg
         torch = self.torch
         T = stage.row_tokens
         tokens = stage.batch_tokens
         rows = tokens // T // run.team.world_size
-        make_context = getattr(run.model, "training_context", run.model.context)  # of trainers until 5c77bc0
-        context = make_context(T, run.team.device, run.team.dtype, stage)
+        context = run.model.context(T, run.team.device, run.team.dtype, stage)
         batch = [torch.zeros((rows, T), dtype=torch.int64, device=run.team.device) for _ in range(2)]
-        if hasattr(run.model, "candidates"):
-            batch += run.model.candidates(*batch)
+        batch += run.model.candidates(*batch)
         micro = self.trainer.rows_at_once(rows, run.micro * cfg.train_seq_len // T)
         every = max(bank.row.every for bank in run.optimizer.banks)
-        schedule = (1.0, 0.95, 1.0)  # as older checkouts take it: LR factor, momentum, decay factor
-        if hasattr(self.trainer, "UpdateState"):
-            schedule = (self.trainer.Schedule(1.0, 0.95),)
+        schedule = self.trainer.Schedule(1.0, 0.95)
 
         def steps() -> None:
             for _ in range(every):
-                self.trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, 1, *schedule)
+                self.trainer.train_step(run.loss_fn, run.optimizer, batch, micro, context, 1, schedule)
 
         from torch._dynamo.utils import counters
 
@@ -533,24 +398,23 @@ class Subject:
         self.memory()
         _, lines, waits = self.recorder.of(steps)
         memory = self.memory()
-        eager = eager_bytes(torch, steps)
         began = time.perf_counter()
         steps()
         host = 1e3 * (time.perf_counter() - began) / every
         D = cfg.model_dim // cfg.num_heads
         H = cfg.num_heads
         flops = 3.5 * 4 * D * H * rows * every
-        flex = flops * window_pairs(self.trainer, cfg, stage)
+        flex = flops * window_pairs(cfg, stage)
         document = kernel_costs.DOCUMENT if in_documents(cfg) else 0
-        seen = flops * window_pairs(self.trainer, cfg, stage, document)
-        found = figures(lines, flex, eager, every)
+        seen = flops * window_pairs(cfg, stage, document)
+        found = figures(lines, flex, every)
         if run.team.device.type == "cuda" and os.environ.get("STATIC_NAME") == CARDS["h100"].name:
-            found |= kernel_costs.estimate(lines, seen, eager, every)
+            found |= kernel_costs.estimate(lines, seen, every)
         return dict(
             T=T,
             rows=rows,
             micro_batch=micro,
-            window=windows_of(cfg, stage, T).get("long_window", 0),
+            window=plan.windows_of(cfg, stage, T).get("long_window", 0),
             **found,
             waits=waits,
             host_ms=round(host, 1),
@@ -563,41 +427,31 @@ class Subject:
         run = self.run
         cfg = self.run.cfg
         T = cfg.eval_context or cfg.train_seq_len
-        rows = [([0] * (T + 1), 1)] * max(1, cfg.val_batch_size // T)
-        tokens = self.trainer.np.zeros(len(rows) * T + 1, "<u2")
-        places = [(n * T, n * T + 1, (n + 1) * T) for n in range(len(rows))]
+        rows = max(1, cfg.val_batch_size // T)
+        tokens = self.trainer.np.zeros(rows * T + 1, "<u2")
+        places = [(n * T, n * T + 1, (n + 1) * T) for n in range(rows)]
         began = time.perf_counter()
 
         def score() -> Any:
-            if older(self.trainer):
-                nats = self.trainer.score_targets
-                return [*self.trainer.score_rows(run.model, cfg, rows, run.team, nats, None, True)]
             return self.trainer.plain_nats(run.model, cfg, tokens, run.team, rows=places)
 
         score()
         seconds = time.perf_counter() - began
         self.memory()
         _, lines, _ = self.recorder.of(score)
-        found = figures(lines, 0, 0, 1)
+        found = figures(lines, 0, 1)
         return dict(
-            T=T, rows=len(rows), seconds=round(seconds, 1), launches=found["launches"], **self.memory()
+            T=T, rows=rows, seconds=round(seconds, 1), launches=found["launches"], **self.memory()
         )
 
 
-def stage_name(cfg: Config, stage: Stage) -> str:
+def stage_name(cfg: Any, stage: Any) -> str:
     """`x3 window 1664`, and loops where there are any."""
-    long = windows_of(cfg, stage, stage.row_tokens).get("long_window", 0)
+    from tools.run import plan
+
+    long = plan.windows_of(cfg, stage, stage.row_tokens).get("long_window", 0)
     name = f"x{stage.batch_tokens // cfg.train_batch_tokens} window {long}"
     return name + (f" loops {stage.loops}" if getattr(stage, "loops", 0) else "")
-
-
-def steps_of_stages(cfg: Config, total: int) -> dict[str, int]:
-    """{name of a stage: its steps} of a run of so many."""
-    found: collections.Counter[str] = collections.Counter()
-    firsts = [round(total * stage.begins) for stage in cfg.stages()]
-    for stage, first, end in zip(cfg.stages(), firsts, [*firsts[1:], total]):
-        found[stage_name(cfg, stage)] += end - first
-    return dict(found)
 
 
 def core_seconds() -> float:
@@ -609,8 +463,8 @@ def refusals(lines: list[list[str]]) -> dict[str, int]:
     return dict(collections.Counter(line[1] for line in lines if line[0] == "refused"))
 
 
-def figures(lines: list[list[str]], flex_flop: float, eager: float, steps: int) -> dict[str, Any]:
-    """What the lines of so many steps say of one step. Of all of them: flex_flop, eager (bytes)."""
+def figures(lines: list[list[str]], flex_flop: float, steps: int) -> dict[str, Any]:
+    """What the lines of so many steps say of one step. flex_flop: of all of them."""
     name = os.environ.get("STATIC_NAME", CARDS["h100"].name)
     card = next(card for card in CARDS.values() if card.name == name)
     kinds: collections.Counter[str] = collections.Counter()
@@ -631,9 +485,8 @@ def figures(lines: list[list[str]], flex_flop: float, eager: float, steps: int) 
             ms["products " + name] += 1e3 * max(work / rate, data / card.memory)
         elif kind == "attention":
             B, H, T, D, K, causal = map(int, words[2:8])
-            work = 4 * B * H * T * K * D / (2 if causal else 1) * (1 if words[1] == "forward" else 2.5)
-            flop["dense attention"] += work
-            ms["attention"] += 1e3 * work / card.attention
+            passes = 1 if words[1] == "forward" else 2.5
+            flop["dense attention"] += 4 * B * H * T * K * D / (2 if causal else 1) * passes
         elif kind == "bytes" and not ("flex" in words[0] and "_tem_" in words[0]):
             moved["triton"] += int(words[1])
             kernels[words[0]][0] += int(words[1])
@@ -644,10 +497,10 @@ def figures(lines: list[list[str]], flex_flop: float, eager: float, steps: int) 
         elif kind == "triton":
             row = kernels[words[0]]
             row[1:] = row[1] + 1, max(row[2], int(words[4])), max(row[3], int(words[5]))
+    ms["attention"] = 1e3 * flop["dense attention"] / card.attention
     flop["flex attention"] = flex_flop
-    moved["eager"] = eager
     ms["attention"] += 1e3 * flex_flop / (0.8 * card.attention)
-    ms["elementwise"] = 1e3 * (moved["triton"] + moved["eager"] + moved["memset"]) / card.memory
+    ms["elementwise"] = 1e3 * (moved["triton"] + moved["memset"]) / card.memory
     launched = ("triton", "torch", "gemm", "attention", "copy", "memset")
     total = sum(ms.values()) / steps
     return dict(
@@ -675,7 +528,7 @@ def figures(lines: list[list[str]], flex_flop: float, eager: float, steps: int) 
 
 
 def load_trainer(path: Path) -> ModuleType:
-    """train_gpt.py of any folder, under its own name."""
+    """train_gpt.py of any folder, under its own name, so that tools/dev/bench.py measures it."""
     spec = importlib.util.spec_from_file_location("train_gpt", path)
     trainer = importlib.util.module_from_spec(spec)
     sys.modules["train_gpt"] = trainer
@@ -706,11 +559,7 @@ def measure(words: Sequence[str], ranks: int, trainer_path: Path) -> dict[str, A
     found["rehearsal"] = subject.rehearse()
     found["micro_batch"] = run.micro
     found["stages"] = {}
-    total = trainer.total_steps(cfg)
-    if cfg.max_wallclock_seconds:  # the clock ends it
-        total = RECORD_STEPS.get(cfg.preset, total)
-    found["steps"] = steps_of_stages(cfg, total)
-    with count_bytes(torch, subject.recorder.note, cfg.train_seq_len * run.micro * cfg.model_dim * 4, True):
+    with count_bytes(torch, subject.recorder.note, cfg.train_seq_len * run.micro * cfg.model_dim * 4):
         for stage in cfg.stages():
             name = stage_name(cfg, stage)
             if name not in found["stages"]:
@@ -724,7 +573,6 @@ def measure(words: Sequence[str], ranks: int, trainer_path: Path) -> dict[str, A
 
 # ---------- the command
 LONGEST_PTXAS = 60  # seconds for one kernel
-TRANSPOSING_SHOWN = 5  # kernels of a stage, or --kernels if that is more
 # What the plan's estimate may be off from the peak: a part of it, and GiB
 MEMORY_ERROR = 0.15
 MEMORY_SLACK = 0.5
@@ -761,49 +609,6 @@ def problems(found: dict[str, Any]) -> list[str]:
     return sentences
 
 
-def expected(title: str, stage: str, ms: float) -> str:
-    """The time to expect of a step on 8 H100, by what the game's record took, in words; "" elsewhere."""
-    preset = title.split()[0]
-    if preset not in FACTORS or not title.endswith("on 8 x h100"):
-        return ""
-    factors = FACTORS[preset]
-    factor = factors[min(int(stage.split()[0][1:]), len(factors)) - 1]
-    return f", so about {ms * factor:.1f} (estimate: the record took {factor} times its own sum)"
-
-
-def alone(title: str, found: dict[str, Any]) -> str:
-    """The whole recipe on one GPU: hours, and the command."""
-    words, _, gpu = title.partition(" on 1 x ")
-    preset = words.split()[0]
-    hours = 0.0
-    for place, (stage, row) in enumerate(found["stages"].items()):
-        factors = FACTORS.get(preset, (1.0,))
-        factor = factors[min(place, len(factors) - 1)]
-        hours += found["steps"].get(stage, 0) * row["sum_ms"] * factor / 3.6e6
-    steps = sum(found["steps"].values())
-    command = f"./run.sh {words}"
-    if preset in RECORD_STEPS:
-        command += f" MAX_WALLCLOCK_SECONDS=0 ITERATIONS={steps}"
-    return f"all {steps:,} steps on one {gpu}: about {hours:.1f} hours (estimate), by: {command}"
-
-
-def report_estimate(row: dict[str, Any], kernels: int) -> None:
-    """Prints the estimate of a stage, and so many of its transposing kernels."""
-    if "estimate_ms" not in row:
-        return
-    print(
-        f"    estimate by what an H100 took, ms: {row['estimate_ms']}; sum {row['estimate_sum_ms']}, "
-        f"{row['estimate_optimizer_ms']} of it the optimizer's; without collectives and pauses"
-    )
-    for kernel in row["transposing"][:kernels]:
-        print(
-            f"    transposing: {kernel['GB']:.3f} GB, {kernel['strided_GB']:.3f} against the order, "
-            f"{kernel['launches']:g} launches, {kernel['ms']:.2f} ms (estimate): {kernel['name']}"
-        )
-    if row["unread"]:
-        print(f"    not read, so perhaps transposing: {', '.join(row['unread'])}")
-
-
 def report(title: str, found: dict[str, Any], kernels: int = 0) -> None:
     """Prints what measure() found, and of each stage so many of the Triton kernels that move most."""
     print(f"\n== {title}")
@@ -838,18 +643,19 @@ def report(title: str, found: dict[str, Any], kernels: int = 0) -> None:
             f"{row['spilled_bytes']} B"
         )
         print(
-            f"    at the ceilings, ms: {row['ms']}; sum {row['sum_ms']}"
-            f"{expected(title, name, row['sum_ms'])}; collectives {row['collectives_ms']}"
+            f"    at the ceilings, ms: {row['ms']}; sum {row['sum_ms']}; collectives {row['collectives_ms']}"
         )
-        report_estimate(row, max(kernels, TRANSPOSING_SHOWN))
+        if "estimate_ms" in row:
+            print(
+                f"    estimate by what an H100 took, ms: {row['estimate_ms']}; sum {row['estimate_sum_ms']}, "
+                f"{row['estimate_optimizer_ms']} of it the optimizer's; without collectives and pauses"
+            )
         for kernel in row["largest"][:kernels]:
             print(
                 f"    {kernel['GB']:8.3f} GB, {kernel['launches']:g} launches, "
                 f"{kernel['registers']} registers, stack {kernel['stack']} B: {kernel['name']}"
             )
     print(f"  evaluation: {found['evaluation']}")
-    if " on 1 x " in title:
-        print(f"  {alone(title, found)}")
 
 
 def flat(tree: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:

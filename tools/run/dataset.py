@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.run.surroundings import usable_cpus
+from data.inputs import usable_cpus
 from train_gpt import (
     Config, Data, Refused, Shard, brief, decoded_bytes, open_data, open_shard, require, show)
 

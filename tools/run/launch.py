@@ -5,7 +5,7 @@ trainer, by itself or below torchrun; show.py. This one starts them and shows wh
 starts outlives it: guard.py. Exit code 0: the run finished. 1: it failed or was stopped. 2: it was refused.
 
     RESTARTS=N                      a run that fails goes on from its checkpoint, up to N times
-    LOGGER=tensorboard | wandb      gets scalars, constants and samples
+    LOGGER=tensorboard | wandb | trackio    gets scalars, constants and samples
 """
 import json
 import os
@@ -166,6 +166,8 @@ def launch(argv: Sequence[str], launcher: Launcher) -> int:
         code, answer = launcher.prepare(argv)
         if code or not answer:
             return code
+        launcher.progress.gpus = answer["gpus"]
+        launcher.progress.flops = answer["flops"]
         code = launcher.train(trainer, answer["words"], answer["ranks"])
     finally:
         launcher.screen.close()

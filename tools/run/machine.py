@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tools.run.surroundings import cgroup_folders, usable_cpus, words_of
+from data.inputs import usable_cpus
+from tools.run.surroundings import cgroup_folders, words_of
 from train_gpt import Team, require
 
 LAUNCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")

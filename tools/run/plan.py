@@ -104,6 +104,11 @@ def counted_bytes(cfg: Any) -> int:
     return 4 * len(cfg.counted_orders() + cfg.counted_words()) << cfg.count_bits
 
 
+def stage_flops(cfg: Any) -> list[tuple[int, float]]:
+    """[(planned first step of a stage, its FLOPs per token)]"""
+    return [(stage.first_step, flops_per_token(cfg, stage)) for stage in cfg.stages()]
+
+
 def mfu(result: Mapping[str, Any]) -> str:
     """Model FLOPs utilization of a run, from its result.json: the matmul FLOPs of its tokens by PaLM's count
     over what its GPUs do in that time at their dense bf16 peak, also where a part is in fp8. "" on a CPU."""
@@ -304,11 +309,6 @@ def plan_lines(cfg: Any, machine: Machine, micro: int, code: Callable[[], int]) 
     if cfg.artifact_bytes_limit and cfg.score_artifact:
         yield artifact_line(cfg, code())
     yield from stage_lines(cfg)
-
-
-def what_differs(lines: list[str], others: list[str]) -> list[str]:
-    """The lines of a plan that another one lacks: a proxy's, beside its recipe's."""
-    return [line for line in lines if line not in others]
 
 
 def lr_marks(cfg: Any) -> dict[int, float]:

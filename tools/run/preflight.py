@@ -29,7 +29,7 @@ from tools.run.dataset import Log, check_dataset, command, command_for, has_shar
 from tools.run.machine import find_machine  # noqa: E402
 from tools.run.names import check_variables, trainer_flags  # noqa: E402
 from tools.run.plan import (  # noqa: E402
-    full_disk, left_out, micro_batch, plan_lines, planned_tokens, slow_machine, slow_sliding)
+    full_disk, left_out, micro_batch, plan_lines, planned_tokens, slow_machine, slow_sliding, stage_flops)
 from tools.run.script import script  # noqa: E402
 from train_gpt import (  # noqa: E402
     RESUME_FREE, Data, Loader, Refused, brief, check_same_data, preset_config, read_file,
@@ -45,6 +45,7 @@ class Report(NamedTuple):
     device_batch_size: int = 0  # DEVICE_BATCH_SIZE for the trainer; 0: it needs none
     missing: Sequence[list[str]] = ()  # arguments of ./run.sh data, to be called before the next preflight
     finished: bool = False  # the run to be resumed has finished
+    flops: Sequence[tuple[int, float]] = ()  # (first step of a stage, its FLOPs per token)
 
 
 class Asked(NamedTuple):
@@ -111,7 +112,8 @@ def preflight(env: Mapping[str, str], words: Sequence[str], log: Log = say, dry_
     log(*plan_lines(cfg, machine, micro, lambda: code_bytes(cfg.preset, alone)))
     share = cfg.train_batch_tokens // cfg.train_seq_len // machine.world_size
     is_known = cfg.device_batch_size or not machine.on_gpu and micro == share
-    return Report(cfg.preset, asked.flags, device_batch_size=0 if is_known else micro)
+    flops = stage_flops(cfg) if machine.on_gpu else ()
+    return Report(cfg.preset, asked.flags, device_batch_size=0 if is_known else micro, flops=flops)
 
 
 def counts_its_script(preset: str) -> bool:

@@ -3,7 +3,7 @@ prints the plan.
 
 launch.py calls it in a process of its own, whose memory, also that on a GPU, is free again when training
 starts. The last line that it prints is the answer, in JSON: `words` that make Python the trainer or torchrun,
-and how many `ranks` there will be.
+how many `ranks` there will be, and for MFU their `gpus` and the `flops` per token of each stage.
 """
 import json
 import os
@@ -23,7 +23,7 @@ from records.judge.runs import read_events  # noqa: E402
 from tools.run.dataset import command  # noqa: E402
 from tools.run.guard import TORCHRUN  # noqa: E402
 from tools.run.launch import Words, read_words  # noqa: E402
-from tools.run.names import parse, trainer_flags  # noqa: E402
+from tools.run.names import text_of, trainer_flags  # noqa: E402
 from tools.run.preflight import Report, counts_its_script, preflight  # noqa: E402
 from tools.run.script import script  # noqa: E402
 from tools.run.surroundings import compiler_missing  # noqa: E402
@@ -37,13 +37,6 @@ class Ended(Exception):
 
 
 # ------------------------------------------------------------ a run that goes on
-def text_of(name: str, words: Sequence[str], env: Mapping[str, str]) -> str:
-    """What was typed for a constant, the last of them; empty if nothing was. Which names a preset takes is
-    not known yet."""
-    given = [word.text for word in parse(words) if word.name == name]
-    return (given[-1] if given else env.get(name)) or ""
-
-
 def start_of(run_id: str) -> dict[str, Any]:
     """What a run told of itself when it began; {} if it left nothing."""
     folder = Path("logs", run_id)
@@ -112,14 +105,14 @@ def script_path(preset: str, alone: bool, run_id: str) -> Path:
 def flags_of(words: Words, env: Mapping[str, str], began: Mapping[str, Any]) -> list[str]:
     """What was typed, as flags of the trainer; for a proxy, the flags that it stands for. Raises Refused."""
     typed_words = words.constants
-    if began and not text_of("PRESET", typed_words, env):
+    if began and not text_of("PRESET", env, typed_words):
         typed_words = [f"--preset={began['preset']}", *typed_words]
     _, flags, _ = trainer_flags(env, typed_words)
     if words.proxy is None:
         return flags
     require(not words.script, "--script: proxies are made from the whole train_gpt.py")
     from tools.run.proxy import expand_proxy
-    if not (text_of("DATA_PATH", flags, env) or words.dry_run or (EMBEDDED / "manifest.json").exists()):
+    if not (text_of("DATA_PATH", env, flags) or words.dry_run or (EMBEDDED / "manifest.json").exists()):
         fetch_missing([[]])
     return [*expand_proxy([f"--proxy={words.proxy}" if words.proxy else "--proxy", *flags], env)]
 
@@ -148,7 +141,7 @@ def check(flags: Sequence[str], env: Mapping[str, str], words: Words, ranks: int
 def prepare(words: Words, env: Mapping[str, str]) -> dict[str, Any] | None:
     """The answer for the launcher; None if there is nothing to run. Raises Refused, Ended."""
     # 1. constants
-    run_id = text_of("RESUME", words.constants, env)
+    run_id = text_of("RESUME", env, words.constants)
     began = start_of(run_id)
     flags = flags_of(words, env, began)
     preset, given = typed(env, flags)
@@ -174,7 +167,8 @@ def prepare(words: Words, env: Mapping[str, str]) -> dict[str, Any] | None:
     command = [str(script_path(preset, alone, run_id)), *flags]
     if ranks > 1:
         command = ["-m", TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", *command]
-    return dict(words=command, ranks=ranks)
+    names = [torch.cuda.get_device_name(n) for n in range(ranks)] if report.flops else []
+    return dict(words=command, ranks=ranks, gpus=names, flops=[*report.flops])
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -32,7 +32,7 @@ ROOT = HERE.parent.parent
 if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
     sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
 from data import inputs  # noqa: E402
-from records.judge.runs import read_events  # noqa: E402
+from records.judge.runs import Refused, demand, read_events  # noqa: E402
 from records.verify.leak_probe import script_kind  # noqa: E402
 
 MODELS = ("final_model*.ptz", "final_model.pt", "checkpoint.pt")    # which model of a folder is sampled
@@ -40,16 +40,6 @@ SAMPLES = "samples.txt"         # in the run's folder: what was sampled from it
 PROMPT_TOKENS = 24              # of a val document, at most
 MAX_SCORES = 1 << 26            # log-probabilities at a time: 256 MiB
 SEED = 1337
-
-
-class Refused(Exception):
-    """Why there are no samples, in one sentence for the user."""
-
-
-def demand(good: object, sentence: str) -> None:
-    """Raises Refused with the sentence unless good."""
-    if not good:
-        raise Refused(sentence)
 
 
 def brief(error: BaseException) -> str:

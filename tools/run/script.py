@@ -1,8 +1,5 @@
 """Prints train_gpt.py with one recipe only: ./run.sh script PRESET
 
-    ./run.sh script --reach             how much of the file each recipe reaches
-    ./run.sh script --reach PRESET      the same by section of its script
-
 Top-level definitions that the recipe does not reach are left out; the rest is kept verbatim, comments
 included. Only the registry of recipes and the docstring are edited. The default preset is that recipe. The
 script trains bit-identically to the whole file, is a legal script of a record, and its bytes are what golf
@@ -25,8 +22,8 @@ class Part(NamedTuple):
     """A top-level statement with the comment right above it."""
     first: int  # its first and last line, counted from 0
     last: int
-    binds: frozenset  # names that it defines
-    uses: frozenset  # names that it reads
+    binds: frozenset[str]  # names that it defines
+    uses: frozenset[str]  # names that it reads
 
 
 def names_bound(node: ast.AST) -> set[str]:
@@ -161,52 +158,11 @@ def script(preset: str, text: str) -> str:
     return without_unreached(with_one_recipe(text, preset))
 
 
-class Reach(NamedTuple):
-    """How large a module is."""
-    statements: int  # of Python's ast, which neither comments nor packing change
-    functions: int
-    classes: int
-    bytes: int
-
-
-def reach_of(text: str) -> Reach:
-    """Reach of a module's text."""
-    kinds = [type(node) for node in ast.walk(ast.parse(text))]
-    statements = sum([issubclass(kind, ast.stmt) for kind in kinds])
-    functions = sum([issubclass(kind, ast.FunctionDef) for kind in kinds])
-    return Reach(statements, functions, kinds.count(ast.ClassDef), len(text.encode()))
-
-
-def print_reach(text: str) -> None:
-    """A line for the script of each recipe and for the whole file."""
-    recipes = registry_of(ast.parse(text))[1]
-    print(f"{'':14} {'statements':>10} {'functions':>9} {'classes':>7} {'bytes':>7}")
-    for name, its_text in [*[(preset, script(preset, text)) for preset in recipes], ("train_gpt.py", text)]:
-        size = reach_of(its_text)
-        print(f"{name:14} {size.statements:10} {size.functions:9} {size.classes:7} {size.bytes:7}")
-
-
-def print_sections(text: str) -> None:
-    """Statements of each section of a script."""
-    lines = text.splitlines()
-    starts = [i for i, line in enumerate(lines) if line.startswith(BANNER)]
-    statements = [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
-    for start, end in zip(starts, [*starts[1:], len(lines)]):
-        count = sum([start < line <= end for line in statements])
-        print(f"{count:6}  {lines[start].removeprefix(BANNER)}")
-
-
 def main() -> None:
     words = sys.argv[1:]
-    if not words or len(words) > 2 or (len(words) == 2 and words[0] != "--reach"):
+    if len(words) != 1:
         raise SystemExit("script: one recipe is wanted: ./run.sh script PRESET")
-    text = SOURCE.read_text(encoding="utf-8")
-    if words == ["--reach"]:
-        print_reach(text)
-    elif words[0] == "--reach":
-        print_sections(script(words[1], text))
-    else:
-        print(script(sys.argv[1], text), end="")
+    print(script(words[0], SOURCE.read_text(encoding="utf-8")), end="")
 
 
 if __name__ == "__main__":

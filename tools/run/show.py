@@ -7,71 +7,34 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
     sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
 from data import inputs  # noqa: E402
-from records.judge.runs import Run, batch_means, read_events, run_of_events  # noqa: E402
+from records.judge.runs import Refused, batch_means, demand, read_events, run_of_events  # noqa: E402
 from records.judge.scores import partial_line  # noqa: E402
 from records.show.curves import SPLITS  # noqa: E402
 from tools.run import plan  # noqa: E402
 from tools.run.sample import (  # noqa: E402
-    SAMPLES, Refused, Settings, brief, demand, find_model, import_script, keep, sample_lines)
+    SAMPLES, Settings, brief, find_model, keep, sample_lines)
 from tools.run.watch import in_rows, target_of  # noqa: E402
 
 SAMPLE_ROWS = 5         # of each sample on a terminal; samples.txt has them all
 MOST_CHANGES = 90      # characters of the line in loss.png that names what a run changed
-SCHEDULE_POINTS = 2000  # of the curve of the learning rate
 CLEAR = "\x1b[K"        # clears what a terminal's line held before
 
 
 # ------------------------------------------------------------ loss.png
-class Steps(NamedTuple):
-    """What the schedule gave the steps of a run, each array (n,): at most SCHEDULE_POINTS of them."""
-    seconds: np.ndarray     # of training, when the step began
-    lr: np.ndarray          # factor on the learning rates
-    warmdown: np.ndarray    # bool: does the warmdown lower it?
-    stage: np.ndarray       # number of the stage
-
-
-def schedule_of(run: Run, script: Path) -> Steps:
-    """The schedule of a run, computed step by step with the script that trained it: log lines are too few.
-    They time some steps; the others are interpolated."""
-    module = import_script(script)
-    cfg = module.load_config({name.upper(): text for name, text in run.config.items()})
-    without = replace(cfg, **{name: 0 for name in ("warmdown_frac", "warmdown_iters") if name in vars(cfg)})
-    times = {point.step: point.seconds for split in ("train", "val") for point in run.curves[split]}
-    known = sorted(times)
-    steps = np.unique(np.linspace(0, max(1, known[-1]) - 1, SCHEDULE_POINTS).astype(int))
-    rows = []
-    seconds_of = np.interp(steps, known, [times[step] for step in known])
-    for step, seconds in zip(steps.tolist(), seconds_of.tolist()):
-        progress = cfg.progress(step, seconds)
-        lr = cfg.schedule(step, progress).lr
-        stage = cfg.stages().index(module.stage_at(cfg, progress))
-        rows.append((seconds, lr, lr < without.schedule(step, progress).lr, stage))
-    return Steps(*[np.array(column) for column in zip(*rows)])
-
-
-def draw_schedule(axes: Any, right: Any, steps: Steps, end: float) -> None:
-    """The LR factor on an axis of its own, the warmdown as a band, and where stages begin. end: seconds."""
-    seconds = np.append(steps.seconds, end)     # the last step is drawn to its end
-    right.plot(seconds, np.append(steps.lr, steps.lr[-1]), color="tab:green", linewidth=1.2,
-               drawstyle="steps-post", label="LR factor (right axis)")
-    right.set(ylabel="LR factor", ylim=(0, 1.15 * max(steps.lr) or 1))
-    if steps.warmdown.any():
-        axes.axvspan(steps.seconds[steps.warmdown][0], end, color="0.5", alpha=0.14, linewidth=0,
-                     label="warmdown")
-    for i, at in enumerate(steps.seconds[1:][np.diff(steps.stage) > 0]):
-        axes.axvline(at, color="tab:purple", linestyle=(0, (1, 3)), linewidth=1.2,
-                     label="" if i else "a stage begins")
+def draw_lr(right: Any, events: Sequence[dict[str, Any]]) -> None:
+    """The LR factor of the reported steps, on an axis of its own."""
+    steps = [event for event in events if event["kind"] == "train"]
+    reported = sorted([(event["seconds"], event["lr_factor"]) for event in steps])
+    right.plot(*zip(*reported), color="tab:green", linewidth=1.2, label="LR factor (right axis)")
+    right.set(ylabel="LR factor", ylim=(0, 1.15 * max([lr for _, lr in reported]) or 1))
 
 
 def name_of(result: dict[str, Any]) -> str:
@@ -93,10 +56,11 @@ def changes_of(result: dict[str, Any]) -> str:
 
 def draw_run(folder: Path, result: dict[str, Any], target: dict[str, Any]) -> None:
     """Draws loss.png of a finished run: train_loss as means of many batches, val_loss, the loss on the part
-    of val that is scored during training, the schedule. target: what records/targets.json has for the track;
+    of val that is scored during training, the LR. target: what records/targets.json has for the track;
     in grey are the record's curve and final scores to compare with, as nats per token of this text."""
     from matplotlib.figure import Figure
-    run = run_of_events(folder / "train.log", read_events(folder))
+    events = read_events(folder)
+    run = run_of_events(folder / "train.log", events)
     figure = Figure(figsize=(8, 5.2), layout="constrained")
     axes = figure.subplots()
     right = axes.twinx()
@@ -117,7 +81,7 @@ def draw_run(folder: Path, result: dict[str, Any], target: dict[str, Any]) -> No
             dashes.append(dashes.pop(0))
     val = [(point.seconds, point.loss) for point in run.curves["val"]]
     axes.plot(*zip(*val), "o-", color="tab:red", markersize=5, label=f"val, at the end {val[-1][1]:.4f}")
-    draw_schedule(axes, right, schedule_of(run, folder / "train_gpt.py"), val[-1][0])
+    draw_lr(right, events)
     axes.set(xlabel="train_time (s)", ylabel="nats per token", yscale="log", xlim=(0, None))
     axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
     axes.grid(alpha=0.3, which="both")
@@ -160,28 +124,6 @@ def distance(result: dict[str, Any], other: dict[str, Any]) -> str:
     return f"{abs(gap):.4f}{unit} {'behind' if gap > 0 else 'ahead of'} {what}"
 
 
-def baseline_line(folder: Path, result: dict[str, Any]) -> str:
-    """How far a run is from the newest other one on the same data that differs in the fewest constants."""
-    def changes(other: dict[str, Any]) -> list[str]:
-        return [name for name, text in result["config"].items()
-                if other["config"].get(name) != text and name not in ("run_id", "seed")]
-
-    found = []
-    for path in folder.parent.glob("*/result.json"):
-        other = json.loads(inputs.read_text(path))
-        same = all(other.get(name) == result.get(name) for name in ("preset", "data"))
-        if path.parent != folder and same and other.get("val_loss_partial") is not None:
-            found.append((-len(changes(other)), path.stat().st_mtime, path.parent.name, other))
-    if not found:
-        return "no run to compare with yet: the recipe without changes is its own baseline"
-    _, _, name, other = max(found, key=lambda row: row[:2])
-    gap = result["val_loss_partial"] - other["val_loss_partial"]
-    differ = [f"{name} {other['config'].get(name)}" for name in changes(other)]
-    shown = ", ".join(differ[:3]) or "another seed"
-    shown += f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-    return f"{abs(gap):.4f} {'behind' if gap > 0 else 'ahead of'} logs/{name} ({shown})"
-
-
 def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
     """The screen after a run: score, what it compares with, the files, what to try next."""
     yield ""
@@ -196,7 +138,6 @@ def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
     for other in target_of(result).get("compare", ()):
         yield f"  {distance(result, other)}"
     if result.get("val_loss_partial") is not None:
-        yield f"  {baseline_line(folder, result)}"
         yield partial_line([run_of_events(folder / "train.log", read_events(folder))])
     made = [name for name in (SAMPLES, "loss.png") if (folder / name).exists()]
     names = ", ".join(["train.log", "result.json", *made, "train_gpt.py"])

@@ -3,7 +3,6 @@
 Imports neither torch nor numpy, which read these variables when they are loaded.
 """
 import getpass
-import math
 import os
 import platform
 import re
@@ -13,13 +12,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from data.inputs import usable_cpus
+
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 CPU_INFO = Path("/proc/cpuinfo")
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-# ------------------------------------------------------------ CPUs
+# ------------------------------------------------------------ CPUs and memory
 def cgroup_folders(controller: str) -> list[Path]:
     """Folders of the cgroups that this process is in, from its own up to the root. v2 has one tree for all
     controllers, v1 one for each."""
@@ -48,17 +49,6 @@ def allowed_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may use: those that it may run on, or fewer by the quota of its cgroup."""
-    count = allowed_cpus()
-    for folder in cgroup_folders("cpu"):
-        quota = words_of(folder / "cpu.max")
-        quota = quota or words_of(folder / "cpu.cfs_quota_us") + words_of(folder / "cpu.cfs_period_us")
-        if len(quota) == 2 and quota[0].isdecimal():  # else max, or -1
-            count = min(count, max(1, math.ceil(int(quota[0]) / int(quota[1]))))
-    return count
 
 
 # ------------------------------------------------------------ folders that torch's compiler can use

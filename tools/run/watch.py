@@ -3,8 +3,8 @@
     python tools/run/watch.py SCRIPT [WORD ...]     shows another script so, such as a copy of train_gpt.py
 
 On a terminal one live line stands for the log lines, which train.log keeps: the stage, and in training loss,
-bits per byte, tok/s and the time left. Elsewhere every line passes as it is. LOGGER=tensorboard | wandb hands
-scalars, constants and samples on.
+bits per byte, tok/s, on a GPU MFU, and the time left. Elsewhere every line passes as it is.
+LOGGER=tensorboard | wandb | trackio hands scalars, constants and samples on.
 """
 import json
 import math
@@ -18,9 +18,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -33,7 +33,7 @@ if __name__ == "__main__":  # our modules are those of this checkout, whatever e
 from data import inputs  # noqa: E402
 from records.judge.runs import STEP, read_events  # noqa: E402
 from records.verify.folders import HOME, track_of  # noqa: E402
-from tools.run import guard  # noqa: E402
+from tools.run import cards, guard  # noqa: E402
 from tools.run.guard import Guarded  # noqa: E402
 from tools.run.pulse import Pulse  # noqa: E402
 
@@ -50,7 +50,6 @@ QUIET = re.compile(
     r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|warmup before|setup:|"
     r"step:\d+/\d+ train_loss|val_part |(counting )?n-grams|init of |stopping_early:|evaluating |"
     r"Serialized |Code size:|Total submission|peak memory|scoring the artifact|final_| *[a-z_]+  \S")
-SLOWER = 1.15       # times the record's seconds: from there on a line says so
 
 
 def in_rows(text: str, break_words: bool = False) -> list[str]:
@@ -72,11 +71,11 @@ class Progress:
         self.stage = "starting"
         self.began = time.monotonic()
         self.seen = {}
-        # (step, training seconds, seconds left, tok/s, when) of the last report
-        self.step: tuple[int, float, int, int, float] | None = None
-        self.losses = deque(maxlen=10)      # (step, loss) of the last reports
-        self.trained = self.paced = False
-        self.pace: dict[str, Any] | None = None     # the record's, once the log tells the recipe
+        # (step, mean loss since the report before, training seconds, seconds left, tok/s, when) of a report
+        self.step: tuple[int, float, float, int, int, float] | None = None
+        self.trained = False
+        self.gpus: list[str] = []       # the card of each rank
+        self.flops: list[tuple[int, float]] = []    # (first step of a stage, its FLOPs per token)
 
     def read(self, line: str) -> str | None:
         """Takes a line in. Returns what a terminal shows of it; None: nothing."""
@@ -107,7 +106,7 @@ class Progress:
                 self.seen.setdefault(key, found[1])
         return None if QUIET.match(line) else line
 
-    def read_step(self, found: re.Match, line: str) -> None:
+    def read_step(self, found: re.Match[str], line: str) -> None:
         """Takes a step line in, which STEP found. After a validation, but the last, the run trains on."""
         step = int(found[1])
         left = re.search(r"eta:(\d+)s", line)
@@ -116,13 +115,8 @@ class Progress:
             self.enter("writing the model" if self.trained else "training")
         elif found[6] and left:
             self.enter("training")
-            self.losses.append((step, float(found[9] or found[4])))
-            self.step = step, float(found[6]) / 1e3, int(left[1]), int(found[8] or 0), time.monotonic()
-
-    def mean_loss(self) -> float:
-        """The mean of the last ten reports, without those before half of the steps so far: the loss falls."""
-        losses = [loss for step, loss in self.losses if step >= self.losses[-1][0] / 2]
-        return sum(losses) / len(losses)
+            loss = float(found[9] or found[4])
+            self.step = step, loss, float(found[6]) / 1e3, int(left[1]), int(found[8] or 0), time.monotonic()
 
     def enter(self, stage: str) -> None:
         if stage != self.stage:
@@ -148,44 +142,25 @@ class Progress:
             return None
         return loss / math.log(2) * int(self.seen["val"]) / int(self.seen["bytes"])
 
-    def slower(self) -> str | None:
-        """A line, once, where this machine is slower than the record's; else None."""
-        if self.paced or "folder" not in self.seen or not self.step:
-            return None
-        if self.pace is None:
-            self.pace = pace_of(Path(self.seen["folder"]))
-        pace = self.pace
-        step, seconds, *_ = self.step
-        if step < pace.get("step", 0):
-            return None
-        self.paced = True
-        if not pace or step > pace["step"] or seconds < SLOWER * pace["seconds"]:
-            return None
-        return (f"{seconds:.0f} s for {step} steps, {pace['seconds']:.0f} s on the record's machine "
-                f"({pace['machine']}): expect fewer steps and a higher loss than the record's")
+    def mfu(self, step: int, rate: float) -> str:
+        """Model FLOPs utilization at so many tok/s, as tools/run/plan.py has it; empty without a GPU."""
+        if not self.gpus:
+            return ""
+        peak = sum([cards.peak_flops(card) for card in self.gpus])
+        flops = [each for first, each in self.flops if first <= step][-1]
+        return f"mfu:{flops * rate / peak:.2f}" if peak else f"mfu:? ({self.gpus[0]})"
 
     def live(self) -> tuple[float, str]:
         """(part done or None, text) of the live line now."""
         now = time.monotonic()
         if self.stage != "training" or not self.step:
             return None, f"{self.stage}: {now - self.began:.0f} s"
-        step, seconds, left, rate, then = self.step
+        step, loss, seconds, left, rate, then = self.step
         since = min(now - then, left)
-        loss = self.mean_loss()
         bpb = self.bits_per_byte(loss)
         words = [f"step {step:,}", f"loss {loss:.4f}", f"{bpb:.3f} bpb" if bpb else "",
-                 f"{rate:,} tok/s", f"{left - since:.0f} s left"]
+                 f"{rate:,} tok/s", self.mfu(step, rate), f"{left - since:.0f} s left"]
         return (seconds + since) / max(seconds + left, 1e-9), ", ".join(filter(None, words))
-
-
-def pace_of(folder: Path) -> dict[str, Any]:
-    """The pace of the record of a run's track, from targets.json; {} where the run changes the recipe."""
-    with suppress(Exception):   # it is a hint: the run goes on without
-        start = start_of(folder)
-        changed = {*start["overrides"]} - {"run_id", "seed"}
-        if not changed:
-            return target_of(start).get("pace") or {}
-    return {}
 
 
 def start_of(folder: Path) -> dict[str, Any]:
@@ -235,7 +210,7 @@ class Screen:
             self.bar = None
 
 
-def pump(stream: TextIO, name: str, lines: queue.Queue) -> None:
+def pump(stream: TextIO, name: str, lines: queue.Queue[tuple[str, str | None]]) -> None:
     for line in stream:
         lines.put((name, line.rstrip("\n")))
     lines.put((name, None))
@@ -244,7 +219,7 @@ def pump(stream: TextIO, name: str, lines: queue.Queue) -> None:
 def lines_of(child: Guarded) -> Iterator[tuple[str, str]]:
     """(stream, line) of what a program prints to its pipes, as it comes; ("", "") whenever 0.2 s bring
     none."""
-    lines: queue.Queue = queue.Queue()
+    lines: queue.Queue[tuple[str, str | None]] = queue.Queue()
     streams = {name for name in ("stdout", "stderr") if getattr(child.process, name)}
     for name in streams:
         threading.Thread(target=pump, args=(getattr(child.process, name), name, lines), daemon=True).start()
@@ -293,14 +268,9 @@ def show_line(line: str, screen: Screen, progress: Progress) -> None:
         shown = line
     if shown is not None:
         screen.show(shown, sys.stdout)
-    if screen.bar is None:
-        return
-    if line.startswith("run folder:"):
+    if screen.bar is not None and line.startswith("run folder:"):
         for row in progress.plan():
             screen.show(row, sys.stdout)
-    slow = progress.slower()
-    if slow:
-        screen.show(slow, sys.stdout)
 
 
 # ------------------------------------------------------------ signals
@@ -370,9 +340,12 @@ def target_of(result: dict[str, Any]) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------ LOGGER
+LOGGERS = ("tensorboard", "wandb", "trackio")       # the last has the interface of wandb
+
+
 class Logger:
-    """Hands on what a run logs: to TensorBoard, Weights & Biases or, by default, nobody. After a warning the
-    run goes on without one that fails."""
+    """Hands on what a run logs: to TensorBoard, Weights & Biases, Trackio or, by default, nobody. After a
+    warning the run goes on without one that fails."""
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.run: Any = None        # of the library that kind names
@@ -380,9 +353,8 @@ class Logger:
         if kind == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
             self.module = SummaryWriter
-        elif kind == "wandb":
-            import wandb
-            self.module = wandb
+        elif kind:
+            self.module = import_module(kind)
 
     def open(self, folder: Path) -> None:
         config = start_of(folder).get("config", {})
@@ -391,7 +363,8 @@ class Logger:
             rows = "\n".join(f"| {name} | {value} |" for name, value in config.items())
             self.run.add_text("config", f"| constant | value |\n| --- | --- |\n{rows}")
         else:
-            self.run = self.module.init(project="train_gpt", name=folder.name, dir=str(folder), config=config)
+            os.environ.setdefault("WANDB_DIR", str(folder))
+            self.run = self.module.init(project="train_gpt", name=folder.name, config=config)
 
     def line(self, line: str, progress: Progress) -> None:
         """A line of the run's output: scalars of a step."""
@@ -417,11 +390,11 @@ class Logger:
             self.scalars(int(part[1]), {"val_part_loss": float(part[2])})
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        if self.kind == "wandb":
-            self.run.log(values, step=step)
-        else:
+        if self.kind == "tensorboard":
             for name, value in values.items():
                 self.run.add_scalar(name, value, step)
+        else:
+            self.run.log(values, step=step)
 
     def close(self, samples: list[str]) -> None:
         """Hands on the samples, as one text, and ends."""
@@ -430,12 +403,12 @@ class Logger:
 
     def finish(self, samples: list[str]) -> None:
         text = "\n".join(samples)
-        if self.kind == "wandb":
-            self.run.summary["samples"] = text
-            self.run.finish()
-        else:
+        if self.kind == "tensorboard":
             self.run.add_text("samples", f"```\n{text}\n```")
             self.run.close()
+        else:
+            self.run.log({"samples": text})
+            self.run.finish()
 
 
 def failed(kind: str, error: BaseException) -> str:
@@ -445,8 +418,8 @@ def failed(kind: str, error: BaseException) -> str:
 
 def open_logger(kind: str) -> Logger | None:
     """Logger, or None after saying why there cannot be one."""
-    if kind not in ("", "tensorboard", "wandb"):
-        why = f"LOGGER={kind} is none of tensorboard, wandb"
+    if kind not in ("", *LOGGERS):
+        why = f"LOGGER={kind} is none of {', '.join(LOGGERS)}"
     else:
         try:
             return Logger(kind)

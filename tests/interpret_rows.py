@@ -1,6 +1,6 @@
 """Our own kernels on a few rows of tensors as large as a run's, by Triton's interpreter:
 
-    .venv-static/bin/python tools/gpu/interpret_rows.py
+    .venv-static/bin/python tests/interpret_rows.py
 
 49,152 x 50,304 logits are more than 2^31. Here only the rows that are looked at exist, at the addresses
 which they would have, so an offset in 32 bits or a byte beyond these rows is an error. loss_kernel must give
@@ -11,10 +11,7 @@ import itertools
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
-    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
