@@ -1,7 +1,6 @@
 """What several test files need: token shards, a tiny dataset, the trainer as a subprocess, toy
 settings, a terminal."""
 
-import ast
 import fcntl
 import hashlib
 import io
@@ -36,11 +35,6 @@ def sources(*folders):
     """Our Python files in these folders; in records/, the scripts of records apart."""
     found = [path for folder in folders for path in (ROOT / folder).glob("**/*.py")]
     return sorted(path for path in found if "track_" not in str(path.relative_to(ROOT)))
-
-
-def statements(text):
-    """How many a source has, docstrings among them: what neither comments nor packing change."""
-    return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
 
 
 # A CPU run of a second or two on `tiny_data`, as environment variables.

@@ -1,5 +1,8 @@
 """Prints train_gpt.py with one recipe only: ./run.sh script PRESET
 
+    ./run.sh script --reach             how many statements each recipe's script has, and the whole file
+    ./run.sh script --reach PRESET      the same by section of its script
+
 Top-level definitions that the recipe does not reach are left out; the rest is kept verbatim, comments
 included. Only the registry of recipes and the docstring are edited. The default preset is that recipe. The
 script trains bit-identically to the whole file, is a legal script of a record, and its bytes are what golf
@@ -158,11 +161,36 @@ def script(preset: str, text: str) -> str:
     return without_unreached(with_one_recipe(text, preset))
 
 
+def statement_lines(text: str) -> list[int]:
+    """The first line of each statement, docstrings among them: what neither comments nor packing change."""
+    return [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+
+
+def print_reach(text: str) -> None:
+    for preset in registry_of(ast.parse(text))[1]:
+        print(f"{len(statement_lines(script(preset, text))):6}  {preset}")
+    print(f"{len(statement_lines(text)):6}  train_gpt.py")
+
+
+def print_sections(text: str) -> None:
+    lines = text.splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith(BANNER)]
+    for start, end in zip(starts, [*starts[1:], len(lines)]):
+        count = sum([start < line <= end for line in statement_lines(text)])
+        print(f"{count:6}  {lines[start].removeprefix(BANNER)}")
+
+
 def main() -> None:
     words = sys.argv[1:]
-    if len(words) != 1:
+    text = SOURCE.read_text(encoding="utf-8")
+    if words == ["--reach"]:
+        print_reach(text)
+    elif len(words) == 2 and words[0] == "--reach":
+        print_sections(script(words[1], text))
+    elif len(words) == 1:
+        print(script(words[0], text), end="")
+    else:
         raise SystemExit("script: one recipe is wanted: ./run.sh script PRESET")
-    print(script(words[0], SOURCE.read_text(encoding="utf-8")), end="")
 
 
 if __name__ == "__main__":
