@@ -116,13 +116,14 @@ def test_malformed_ranks_are_refused_in_one_sentence():
         assert word in sentence and len(sentence) < 250 and sentence.isprintable(), (env, sentence)
 
 
-@pytest.mark.parametrize("env, told", [
-    (dict(NUM_LAYERS="11"), True), (dict(NUM_LAYERS="11", WINDOW_PATTERN="0SSSLSS-SSL"), False), ({}, False),
-    (dict(NUM_LAYERS="13"), False)])
-def test_layers_that_num_layers_leaves_out_are_told(env, told, workplace, call):
-    code, out, _ = call("speedrun", "--dry-run", **env)
-    warning = "warning: num_layers=11 leaves out the last layers of window_pattern=0SSSLSS-SSSL, L, and "
-    assert code == 0 and (warning in out) == told
+@pytest.mark.parametrize("preset, env, code", [
+    ("speedrun", dict(NUM_LAYERS="11"), 2), ("speedrun_plus", dict(NUM_LAYERS="10"), 2),
+    ("speedrun", dict(NUM_LAYERS="13"), 0),
+    ("speedrun", dict(NUM_LAYERS="11", WINDOW_PATTERN="0SSSLSS-SSL"), 0)])
+def test_layers_that_num_layers_would_leave_out(preset, env, code, workplace, call):
+    """The last of window_pattern, with its long window and value embedding."""
+    found, _, err = call(preset, "--dry-run", **env)
+    assert found == code and ("window_pattern=" in err) == (code == 2), err
 
 
 @pytest.mark.parametrize("words", [[], ["--dry-run"]])

@@ -15,7 +15,7 @@ from tools.run import cards
 from tools.run.machine import Machine
 from train_gpt import (
     Config, Stage, Tiny, horizon_weights, kind_of, looped_order, packed_tensors, parameter_counts,
-    parse_value, per_layer, rows_at_once, stage_at, total_steps)
+    parse_value, per_layer, require, rows_at_once, stage_at, total_steps)
 
 CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (docs/log.md)
 H100_FLOPS = 989.4e12  # peak bf16 FLOP/s of an H100 or H200
@@ -326,14 +326,13 @@ def lr_marks(cfg: Any) -> dict[int, float]:
     return factors
 
 
-def left_out(cfg: Any) -> list[str]:
-    """A warning where window_pattern has more layers than num_layers, so that its last ones are not built."""
+def check_layers(cfg: Any) -> None:
+    """Raises Refused where window_pattern has more layers than num_layers, so that its last ones would not be
+    built, and neither would what other lists say of them."""
     pattern = vars(cfg).get("window_pattern", "")
     n = cfg.num_layers
-    if n >= len(pattern):
-        return []
-    return [f"warning: num_layers={n} leaves out the last layers of window_pattern={pattern}, {pattern[n:]}, "
-            f"and what value_embed_layers says of them: set WINDOW_PATTERN, {n} letters, as well"]
+    require(n >= len(pattern), f"num_layers={n}, but window_pattern={pattern} has {len(pattern)} layers: set "
+            "WINDOW_PATTERN, and the lists that name layers, as well")
 
 
 def warmdown_text(cfg: Config) -> str:

@@ -29,7 +29,7 @@ from tools.run.dataset import Log, check_dataset, command, command_for, has_shar
 from tools.run.machine import find_machine  # noqa: E402
 from tools.run.names import check_variables, trainer_flags  # noqa: E402
 from tools.run.plan import (  # noqa: E402
-    full_disk, left_out, micro_batch, plan_lines, planned_tokens, slow_machine, slow_sliding, stage_flops)
+    check_layers, full_disk, micro_batch, plan_lines, planned_tokens, slow_machine, slow_sliding, stage_flops)
 from tools.run.script import script  # noqa: E402
 from train_gpt import (  # noqa: E402
     RESUME_FREE, Data, Loader, Refused, brief, check_same_data, preset_config, read_file,
@@ -83,7 +83,7 @@ def preflight(env: Mapping[str, str], words: Sequence[str], log: Log = say, dry_
     machine = find_machine(cfg, env, ranks)
     # 2. what is refused before gigabytes of data are fetched
     check_logs(cfg)
-    log(*left_out(cfg))
+    check_layers(cfg)
     if not cfg.eval_from and cfg.device != "cpu":
         doubt(slow_machine(replace(cfg, vocab_size=cfg.vocab_size or GUESSED_VOCABULARY), machine))
     missing = data_to_get(asked)
