@@ -764,26 +764,6 @@ def test_the_record_s_curve_is_of_a_part_of_val_where_all_its_runs_scored_one(mo
     assert losses[-1] == (3.6 if scored else 5.0) and losses[0] == (3.9 if scored else pytest.approx(5.16))
 
 
-@pytest.mark.slow
-def test_ablate_runs_the_runs_own_script_with_each_change_reverted(tool, home):
-    make(tool, "First", *THREE)
-    (home / "logs/b0/train_gpt.py").write_text(FAKE)
-    code, out, err = tool("ablate", "logs/b0", "-n", 2)
-    assert code == 0, err
-    assert len(re.findall(r"(?m)^\d/4 ", out)) == 4 and "matrix_lr=0.03 (not 0.01): n=2" in out
-
-
-@pytest.mark.slow
-def test_noise_trains_for_real(tool, home, toy, monkeypatch):
-    (home / "data").symlink_to(toy / "data")
-    settings = SETTINGS | dict(ITERATIONS="2", VAL_TOKENS="1024", EVAL_SLIDING="0")
-    for name, value in (settings | {"OMP_NUM_THREADS": "1"}).items():
-        monkeypatch.setenv(name, value)
-    code, out, err = tool("noise", "tiny", "-n", 2)
-    assert code == 0, err
-    assert "val_loss_partial: n=2 mean" in out and len(list((home / "logs").glob("trial_*"))) == 2
-
-
 # ------------------------------------------------------------ the leak probe
 def mixed_by_fft(model, x, tokens):
     turns = torch.exp(1j * torch.arange(x.size(1)) ** 2)[:, None]
