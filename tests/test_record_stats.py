@@ -320,21 +320,16 @@ def test_audit_of_the_speedrun_record(tool, speedrun):
     assert len([line for line in out.splitlines() if line.startswith("    ")]) == 3
 
 
-def test_audit_and_check_of_the_golf_record(tool, golf):
+def test_an_audit_of_the_golf_record(tool, golf):
     code, out, _ = tool("audit", golf.parent)
     assert code == 1 and len([line for line in out.splitlines() if line.startswith("    ")]) == 2
     assert "1 of 3 logs hold another script than train_gpt.py (47759 bytes): train.log (47642 bytes)" in out
     assert "contradiction: README: t=9.06 on the page, the logs give t=9.04 df=2 p=0.0060" in out
-    out = tool("check", golf)[1]
-    assert re.search(r"n/a .*: .*\bdata\b.*\bREADME\b", out) and out.count("n/a") == 1
-    _, out, _ = tool("check", "--verbose", golf)        # which says what it cannot know
-    assert re.search(r"n/a +data", out) and re.search(r"n/a +README", out)
-    assert "one script" in failed_rules(out) and re.search(r"pass +time cap", out)
-    edit(golf / "submission.json", val_bpb=1.19945102)
+    code, _, err = tool("check", golf)
+    assert code == 2 and "record audit" in err and err.count("\n") == 1
     page = (golf / "README.md").read_text().replace("p=0.006", "p=0.0006")
     (golf / "README.md").write_text(f"# Mean val_bpb: 1.19936009\n{page}")
     out = tool("audit", golf.parent)[1]
-    assert "val_bpb 1.19945102 is of train_seed1338.log, bytes_total 15868326 of train.log" in out
     assert "p=0.0006 on the page, the logs give p=0.0060" in out
     assert "contradiction: README: val_bpb 1.19936009 is in no log and no mean of logs" in out
 
@@ -362,7 +357,7 @@ def test_audit_names_packed_scripts_missing_files_and_wrong_seeds(tool, tmp_path
     speedrun_log(tmp_path / "cut" / "x.txt", 3.2, 132.0, cut=True)
     code, out, _ = tool("audit", tmp_path)
     assert code == 1 and "train_gpt.py is packed: line 2" in out
-    assert "no evidence: README: seed 42: 1.0900, but train.log has 1.0966 score" in out
+    assert "no evidence: README: seed 42: 1.0900, but its log has 1.0966" in out
     assert "there is no log of a run" in out and "submission.json is no JSON" in out
     assert "x.txt: cut off at step 2160" in out and "README.md: there is none" in out
 

@@ -85,16 +85,15 @@ def findings(path: Path) -> list[Finding]:
     runs = folder.runs + folder.inner
     page = folder.readme
     scripts = pages.code_sizes(folder)
-    for run in runs:        # a page may count a model and a script that no log adds up
+    for run in runs:        # a submission may count a model and a script that no log adds up
         run.sizes |= {size + code for size in run.sizes for code in scripts}
     found = [*file_findings(folder), *script_findings(folder, track), *run_findings(folder, track),
-             *target_findings(runs, track), *pages.summary_findings(page), *text_findings(folder, track),
+             *target_findings(runs, track), *text_findings(folder, track),
              *constant_findings(folder, track), *evaluation_findings(folder, track)]
     if runs:
         found += [*pages.score_findings(folder), *pages.size_findings(folder)]
-        found += pages.seed_findings("README", pages.page_rows(page), runs)
-        found += pages.seed_findings("submission.json", pages.submission_rows(folder.submission), runs)
-        found += [*pages.list_findings(page, runs), *pages.claim_findings(page, folder.runs)]
+        found += [*pages.seed_findings(page, runs), *pages.list_findings(page, runs)]
+        found += pages.claim_findings(page, folder.runs)
     return sorted(dict.fromkeys(found), key=lambda finding: finding.rank)
 
 
