@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import ROOT, SCRIPT, fake_team, slow, slow_but, toy_config
+from helpers import SCRIPT, fake_team, slow, slow_but, toy_config
 from records.verify import leak_probe
 from test_eval import CPU, randomised
 from train_gpt import log_probs, preset_config
@@ -212,8 +212,8 @@ def probe(cfg, name, module=train_gpt, seed=0):
 
     def worker():
         model = randomised(cfg)
-        return lambda tokens, row, name, bos, step: nats_of(
-            leak_probe.shortened(cfg, row, step), model, tokens.astype(np.uint16), name, module)
+        return lambda tokens, row, name: nats_of(
+            leak_probe.shortened(cfg, row), model, tokens.astype(np.uint16), name, module)
 
     @torch.no_grad()
     def ask(tokens):
@@ -253,11 +253,3 @@ def test_our_protocols_pass_the_probe():
     """In the workers that `check` starts."""
     told = probe_in_workers(SCRIPT, dict(EVAL_SLIDING="4"), [*PROTOCOLS])
     assert told == [*PROTOCOLS]
-
-
-@pytest.mark.slow
-def test_protocols_of_older_scripts_are_probed():
-    """Test-time training, which a record's script has."""
-    path = ROOT / "records/track_tiny/2026-11-26_WordsLongNgrams/train_gpt.py"
-    asked = dict(EVAL_SLIDING="4", EVAL_TTT="40", EVAL_TTT_LR="0.5")
-    assert probe_in_workers(path, asked, ["sliding", "ttt"]) == ["sliding", "ttt"]

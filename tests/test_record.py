@@ -909,28 +909,14 @@ def old_log_probs(model, tokens):
     return F.log_softmax(model.table[tokens], -1)
 
 
-@torch.no_grad()
-def old_target_nats(module, model, cfg, tokens, bos, protocol, team):
-    tokens = torch.from_numpy(tokens.astype(np.int64))[None]
-    model.set_context(tokens.size(1) - 1, 7)
-    scores = module.log_probs(model, tokens[:, :-1])
-    return np.append(0.0, -scores.gather(2, tokens[:, 1:, None])[0, :, 0].numpy())
-
-
-def test_scripts_of_rules_version_1_are_probed_with_golf_beside_them(monkeypatch):
-    """They have set_context, SHAPE and golf.py, whose functions take the module."""
-    values = dict(vocab_size=31, train_seq_len=16, window_schedule=(3, 7), eval_sliding=4,
-                  eval_ttt=0, train_batch_tokens=16, eval_context=0, eval_stride=0)
-    config = dataclasses.make_dataclass("Config", [(name, object, value) for name, value in values.items()])
-    module = SimpleNamespace(SHAPE=["vocab_size"], GPT=OldGPT, log_probs=old_log_probs,
-                             load_config=lambda env: config(), Team=lambda cfg, env: None)
-    monkeypatch.setitem(sys.modules, "golf", SimpleNamespace(target_nats=old_target_nats))
+def test_scripts_of_rules_version_1_are_probed():
+    """Their models have set_context."""
+    config = SimpleNamespace(vocab_size=31, train_seq_len=16, window_schedule=(3, 7))
+    module = SimpleNamespace(GPT=OldGPT, log_probs=old_log_probs, load_config=lambda env: config)
     seen, fresh = (leak_probe.OldScript(module, None, {}) for _ in range(2))
     assert seen.about() == {"T": 16, "V": 31, "windows": [3, 7, 7]}
     rng = np.random.default_rng(0)
     assert leak_probe.probe(fresh, seen, 16, 31, [7], [], rng)[0] == 15
-    assert "sliding: 10 changes" in leak_probe.probe_stream(
-        fresh.target_nats, seen.target_nats, seen.log_probs, "sliding", 1, 16, 31, [], rng)
     module.log_probs = lambda model, tokens: old_log_probs(model, tokens.roll(-1, 1))
     with pytest.raises(leak_probe.ProbeFailed, match="a leak: "):
         leak_probe.probe(fresh, seen, 16, 31, [7], [], rng)

@@ -27,7 +27,7 @@ from records.verify.folders import (
     sha256, shared_config, summary_of, track_of)
 
 ARTIFACT_LIMIT = 2_000_000      # bytes; a larger one stays out of the folder, its sha256 does not
-PROTOCOLS = ("sliding", "documents", "ttt")     # golf's further scores, two of them of older scripts
+PROTOCOLS = ("sliding",)        # golf's further score
 # What reading damaged files may raise
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
 # Constants of a run that are not repeated when its model is probed or scored again
@@ -684,8 +684,6 @@ def rerun_one(folder: Folder, artifact: Path, owner: OurRun, options: argparse.N
             wanted[key] = result[key]
     for key, value in wanted.items():
         limit = tolerance_of(result)
-        if key.endswith("_ttt") and limit < 1e-3:       # steps enlarge rounding
-            limit *= 5
         close = again[key] == value or abs(again[key] - value) < limit
         require(close, f"{artifact.name}: {key} is {again[key]} evaluated again, in {name} {value}")
     return f"val_loss {again['val_loss']:.8f}, in {name} {want['val_loss']:.8f}"
