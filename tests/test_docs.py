@@ -115,8 +115,6 @@ def small(command):
         command = re.sub(pattern, other, command)
     if command.startswith("./run.sh gpt2 --depth"):
         command += " DEPTH=1"
-    if NETWORK.search(command):
-        command += " --tries 1"
     return command
 
 

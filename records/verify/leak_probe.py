@@ -183,7 +183,7 @@ def serve(path: Path | str, artifact: Path | str | None) -> None:
         answers.write(json.dumps(head).encode() + b"\n" + raw)
         answers.flush()
 
-    script = open_script(path, None if artifact == "-" else artifact, os.environ)
+    script: Any = open_script(path, None if artifact == "-" else artifact, os.environ)
     answer(script.about())
     while line := sys.stdin.buffer.readline():
         asked = json.loads(line)
