@@ -1,19 +1,17 @@
 """A model outside of the trainer: the export, its model.py with torch alone, the lines of docs/running.md."""
 import argparse
-import ast
 import json
 import re
 import struct
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 import train_gpt
-from helpers import ROOT, SCRIPT, init_parameters, slow_but, toy_environment
+from helpers import ROOT, init_parameters, slow_but, toy_environment
 from records.show import export
 from test_script import TOY_RUN
 from tools.run import model_loader
@@ -126,46 +124,6 @@ def test_its_model_gives_the_same_log_probs(exported, one_thread, name):
         p.data *= 1.01
     with torch.no_grad():
         assert not torch.allclose(train_gpt.log_probs(model, some_tokens()[-1]), found[-1], atol=1e-4)
-
-
-@cache
-def segments(path):
-    """{name, or class.method: its lines} of a module's functions, classes without methods apart."""
-    text = path.read_text(encoding="utf-8")
-    found = {}
-    lines = text.splitlines()
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef):
-            found[node.name] = lines[node.lineno - 1:node.end_lineno]
-        elif isinstance(node, ast.ClassDef):
-            for member in node.body:
-                name = getattr(member, "name", "")
-                found[f"{node.name}.{name}"] = lines[member.lineno - 1:member.end_lineno]
-    return found
-
-
-@pytest.mark.parametrize("preset", slow_but(FEW, train_gpt.RECIPES))
-def test_model_py_is_the_trainers_text(exported, preset):
-    """Verbatim, apart from the constants and load(); neither training nor fast kernels come along."""
-    known = segments(SCRIPT) | segments(ROOT / "tools/run/model_loader.py")
-    found = segments(exported(preset) / "model.py")
-    recipe = train_gpt.RECIPES[preset].__name__
-    logits = "TinyModel.logits" if preset == "tiny" else "Model.logits"     # the others have the base class's
-    assert {f"{recipe}Model.hidden", logits, "log_probs", "read_safetensors"} <= {*found}
-    for name, source in found.items():
-        owner, _, member = name.partition(".")
-        if owner == recipe and member:      # of the class that is made anew, some are Config's
-            bases = [base.__name__ for base in train_gpt.RECIPES[preset].__mro__]
-            assert source in [known.get(f"{base}.{member}") for base in bases], name
-        elif owner != recipe and name != "load":
-            assert source == known[name], name
-    fast = "fp8|flash|flex|gpu|cpu|Fused|kernel_losses|muon|adam|train|Loader|Optimizer|build"
-    assert not [name for name in found if re.search(fast, name)]
-    assert ("NgramCounts.forward" in found) == ("fill_counts" in found) == (preset == "tiny")
-    text = (exported(preset) / "model.py").read_text()
-    modules = {*re.findall(r"(?m)^ *(?:import|from) (\w+)", text.partition('"""\n')[2])}
-    assert modules - sys.stdlib_module_names == {"torch"} and "import numpy" not in text
-    assert max(map(len, text.splitlines())) <= 110
 
 
 def test_the_counts_of_model_py_are_the_trainers(one_thread):

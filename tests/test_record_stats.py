@@ -1,10 +1,8 @@
 """records/: foreign logs as they are, statistics, audits, comparisons. The logs are made here."""
 
-import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 
 import fork_server
-from records import record
 from helpers import ROOT
 from records.judge import runs
 from records.verify import folders, new_record
@@ -287,29 +284,6 @@ def test_garbage_is_refused_in_one_sentence(tool, tmp_path, monkeypatch, command
         assert "more than 20" in err or kind != "many" or command == "audit"
 
 
-@pytest.mark.slow
-def test_memory_stays_under_500_mb(tmp_path):
-    """Of a log at the limit of 64 MB, by what one of 12 MB takes more than one of 200 kB."""
-    speedrun_log(tmp_path / "small" / "x.txt", 3.27, 132.0)
-    text = (tmp_path / "small" / "x.txt").read_text()
-    top, last, end = text.rpartition("step:2160/2160 val_loss")
-    (tmp_path / "big").mkdir()
-    (tmp_path / "big" / "x.txt").write_text(
-        top + "step:1/2160 train_time:61ms step_avg:61.00ms\n" * ((12 << 20) // 45) + last + end)
-    sizes = [(tmp_path / name / "x.txt").stat().st_size for name in ("small", "big")]
-    # VmHWM is of this program; getrusage would count what the process was before it, too
-    program = ("import sys\nfrom records import record\n"
-               "for path in sys.argv[1:]:\n    code = record.main(['stats', path])\n"
-               "    lines = open('/proc/self/status').read().splitlines()\n"
-               "    print(code, next(line.split()[1] for line in lines if line.startswith('VmHWM')))")
-    command = [sys.executable, "-c", program, tmp_path / "small", tmp_path / "big"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    found = re.findall(r"^(\d) (\d+)$", done.stdout, re.M)
-    assert [code for code, _ in found] == ["0", "0"], done.stderr
-    small, big = (int(kib) / 1024 for _, kib in found)
-    assert big > small + 12 and small + (big - small) / (sizes[1] - sizes[0]) * runs.MAX_LOG < 500
-
-
 # ------------------------------------------------------------ audit
 def test_audit_of_the_speedrun_record(tool, speedrun):
     code, out, _ = tool("audit", speedrun.parent)
@@ -478,30 +452,6 @@ def test_bad_questions_are_refused_before_anything_trains(
     code, _, err = tool(*(fake if word == "FAKE" else word for word in words))
     assert code == 2 and sentence in err and err.count("\n") == 1
     assert "FAKE" in words or not (tmp_path / "logs").exists()
-
-
-def test_each_option_has_a_line(capsys, monkeypatch):
-    """`record COMMAND --help` says what the command does, and what each of its options is for."""
-    told = {}
-    add_argument = argparse.ArgumentParser.add_argument
-
-    def listening(parser, *flags, **settings):
-        told[parser.prog.split()[-1], flags] = settings.get("help", "")
-        return add_argument(parser, *flags, **settings)
-
-    monkeypatch.setattr(argparse.ArgumentParser, "add_argument", listening)
-    monkeypatch.setenv("COLUMNS", "500")
-    with pytest.raises(SystemExit):
-        record.parse(["--help"])
-    names = {name for name, _ in told} - {"record"}
-    assert names == {*re.findall(r"/run\.sh record (\w+)", capsys.readouterr().out)} - {"COMMAND"}
-    for name in names:
-        with pytest.raises(SystemExit) as done:
-            record.parse([name, "--help"])
-        out = capsys.readouterr().out
-        assert done.value.code == 0 and len(out.split("\n\n")[1].split()) > 5
-        for (command, flags), line in told.items():
-            assert command != name or len(line.split()) > 2 and line in out, f"{name} {flags}"
 
 
 @pytest.mark.parametrize("words", [
