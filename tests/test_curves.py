@@ -64,8 +64,8 @@ def test_trials_that_differ_by_seed_are_one_curve(tool, tmp_path, monkeypatch):
         (folder / "train.log").write_bytes(log.read_bytes())
     assert tool("plot", *sorted(tmp_path.iterdir()), "--out", "x.png")[0] == 0
     names = legend(figures.pop().axes[0])
-    assert [name for name in names if "2 runs" in name] == ["0 (2 runs)"]
-    assert [name for name in names if "one run" in name] == ["1 (one run)"]
+    assert [name for name in names if "2 runs" in name] == ["trial_20260101_0 (2 runs)"]
+    assert [name for name in names if "one run" in name] == ["trial_20260101_1 (one run)"]
 
 
 def test_made_up_names_are_told_apart_by_constants(tool, tmp_path, monkeypatch):

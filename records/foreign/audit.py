@@ -93,7 +93,6 @@ def findings(path: Path) -> list[Finding]:
     if runs:
         found += [*pages.score_findings(folder), *pages.size_findings(folder)]
         found += [*pages.seed_findings(page, runs), *pages.list_findings(page, runs)]
-        found += pages.claim_findings(page, folder.runs)
     return sorted(dict.fromkeys(found), key=lambda finding: finding.rank)
 
 

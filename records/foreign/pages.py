@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from records.judge.runs import (
-    Run, describe, identity, p_term, score_kind, show, show_p, test_target)
+    Run, describe, identity, score_kind, show)
 from records.verify.folders import Folder
 
 # Ranks of a finding: two things in the folder exclude each other, or a rule of the track; nothing in the
@@ -266,53 +266,3 @@ def row_findings(rows: list[Row], units: int, runs: list[Run]) -> Iterator[Findi
     for run in left if len(scripts) == 1 and not missing else []:
         yield Finding(NO_EVIDENCE, f"README: lists {len(rows)} runs of a script, not its finished run "
                       f"{run.file}, {show('val_loss', run.value('val_loss'))} in {run.time or 0:.3f} s")
-
-
-# ------------------------------------------------------------ statistics
-def claim_findings(readme: str, runs: list[Run]) -> Iterator[Finding]:
-    """Means, deviations and tests that the page prints, from its own lists or from the logs."""
-    lists = page_lists(readme)
-    for i, one in enumerate(lists):
-        end = next((other.end for other in lists[i + 1:] if other.name == one.name), len(readme))
-        values = [float(number) for number in one.numbers]
-        if len(values) > 1:
-            yield from printed_findings(one.name, values, readme[one.end:end])
-    once = different(runs)
-    if 1 < len(once) == len({run.seed for run in once} - {-1}):
-        for metric in ("val_bpb", "val_loss"):
-            values = [run.value(metric) for run in once]
-            if None not in values:
-                yield from test_findings(readme, metric, values)
-
-
-def printed_findings(name: str, values: list[float], part: str) -> Iterator[Finding]:
-    """What a part of the page prints of the list `name`: torch's deviation and mean, scipy's p."""
-    s = describe(values)
-    said = re.search(r"std_mean\(torch\.tensor\(" + name + r"\).*\n#[^\n]*?(?:std=|tensor\()([\d.]+)\)?, "
-                     r"(?:mean=|tensor\()([\d.]+)", part)
-    if said:
-        for label, text, value in (("std", said[1], s.std), ("mean", said[2], s.mean)):
-            text = text.rstrip(".")
-            if not means(text, value, max(values)):
-                digits = max(4, decimals(text) - 1)
-                yield Finding(CONTRADICTION, f"README: {label} {text} on the page, its {name} give "
-                              f"{value:.{digits}f}")
-    said = re.search(r"ttest_1samp\(" + name + r", ([\d.]+).*\n#\s*p=([\d.]+)", part)
-    if said:
-        p = test_target(values, float(said[1]), "val_loss").p
-        if not means(said[2], p):
-            yield Finding(CONTRADICTION, f"README: p={said[2]} on the page, its {name} give {show_p(p)}")
-
-
-def test_findings(readme: str, metric: str, values: list[float]) -> Iterator[Finding]:
-    """t and p in a line of the page that names the mean tested against."""
-    said = re.search(r"(?i)against\s+`?(\d\.\d{3,})[^\n]{0,99}?\bt\s*=\s*`?-?(\d+\.\d+)[^\n]{0,60}?"
-                     r"\bdf\s*=\s*`?(\d+)\b(?!\.\d)(?:[^\n]{0,60}?\bp\s*=\s*`?(0\.\d+))?", readme)
-    if not said or abs(float(said[1]) / describe(values).mean - 1) > 0.1 or int(said[3]) != len(values) - 1:
-        return
-    test = test_target(values, float(said[1]), metric)
-    if not about(said[2], [abs(test.t)]):
-        yield Finding(CONTRADICTION, f"README: t={said[2]} on the page, the logs give t={abs(test.t):.2f} "
-                      f"df={test.df:.0f} {p_term(test.p)}")
-    if said[4] and not about(said[4], [test.p]):
-        yield Finding(CONTRADICTION, f"README: p={said[4]} on the page, the logs give {p_term(test.p)}")
