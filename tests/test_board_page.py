@@ -118,7 +118,8 @@ def test_what_stands_in_it(page):
     # one's own first, the best of them first; then records with their runs, the best first
     names = [row[0] for row in main[1:]]
     logs = ["train.log", "train_seed1.log", "train_seed2.log"]
-    assert names == ["lr_run_twomatrix_lr=0.02", "lr_run_one", "lr_run_three", "Betterrecord of 2026-01-02 3 runs", *logs,
+    assert names == ["lr_run_twomatrix_lr=0.02", "lr_run_one", "lr_run_three",
+                     "Betterrecord of 2026-01-02 3 runs", *logs,
                      "Firstrecord of 2026-01-01 2 runs", *logs[:2]]
     assert main[1][1:8] == ["1.12500000", "2.2500", "9.0000", "90", "360,000", "10,010", "7"]
     assert main[4][1:8] == [

@@ -402,10 +402,7 @@ WHOLE = PART | {"config": {"core_metric_max_per_task": "0"}}
     (checks.check_time, fake_folder("speedrun", [], [133.0, 133.1]), "FAIL", "132.2144"),
     (checks.check_time, fake_folder("tiny", [], [133.0, 133.1]), "None", ""),
     (checks.check_evaluation, fake_folder("gpt2", [0.26], result=WHOLE), "; bits per byte add up", ""),
-    (checks.check_evaluation, fake_folder("gpt2", [0.26], result=PART), "FAIL", "CORE took only 100"),
-    (checks.check_comparison, fake_folder("gpt2", [0.7490, 0.7491, 0.7489], before=BEFORE),
-     "0.749000, x 0.750100, Welch t=13.47", "p<1e-4"),
-    (checks.check_comparison, fake_folder("tiny", [1.0]), "None", "")])
+    (checks.check_evaluation, fake_folder("gpt2", [0.26], result=PART), "FAIL", "CORE took only 100")])
 def test_the_rules_of_each_game(rule, folder, begins, words):
     said = str(verdict(rule, folder))
     assert said.startswith(begins) and words in said
@@ -462,11 +459,9 @@ def make(tool, name, *words):
 
 def test_a_new_record_holds_one_script_and_agrees_with_itself(tool, home, monkeypatch):
     """The toy is too small for the track's own rules: data and number of runs; all else passes."""
-    monkeypatch.setattr(leak_probe, "SUM_VOCAB", 0)
     made = make(tool, "First", *THREE)
     out = tool("check", "--verbose", "--seconds", LONG, made)[1]
     assert failed_rules(out) == {"data", "runs"}, out
-    assert re.search("pass +leak probe .*; sliding: 10 changes of later tokens", out)
     submission = json.loads((made / "submission.json").read_text())
     result = json.loads((made / "result.json").read_text())
     assert submission["rules_version"] == 5 and submission["seeds"] == [0, 1, 2]

@@ -43,4 +43,5 @@ def telling_names(groups: dict[str, list[Run]]) -> dict[str, str]:
     told = [constants_text(configs[label], differ) for label in made_up]
     if len({*told}) < len(told):
         told = made_up
-    return {label: without_date(label) for label in groups} | {label: text or label for label, text in zip(made_up, told)}
+    names = {label: text or label for label, text in zip(made_up, told)}
+    return {label: names.get(label, without_date(label)) for label in groups}

@@ -125,22 +125,6 @@ def check_time(folder: Folder, options: argparse.Namespace) -> str | None:
     return f"{mean:.4f} s, {name} {other:.4f} s: ratio {mean / other:.4f}"
 
 
-def check_comparison(folder: Folder, options: argparse.Namespace) -> str | None:
-    """CORE is noisy, val_bpb hardly: where CORE decides, this is what two records are compared by."""
-    if folder.track.metric != "core":
-        return None
-    before = folder.submission["before"]
-    own = folder.values("val_bpb")
-    text = f"{describe(own).mean:.6f}"
-    if before:
-        test, _ = test_welch(before["val_bpb"], own, "val_bpb")
-        other = records_of("gpt2").get(before["name"])
-        if other and differences([*folder.runs, *other.runs], "val_bpb"):
-            return f"{text}; {before['name']} was scored on another text"
-        text += f", {before['name']} {describe(before['val_bpb']).mean:.6f}, Welch {test_line(test)}"
-    return text
-
-
 def check_time_cap(folder: Folder, options: argparse.Namespace) -> str | None:
     cap = folder.track.time_cap
     if not cap:
@@ -254,8 +238,7 @@ def check_leaks(folder: Folder, options: argparse.Namespace) -> str:
     try:
         return leak_probe.judge(
             folder.path / "train_gpt.py", artifact, env, val_files(result), options.seconds,
-            result["eval"]["eval_context"], None, protocols_of(result),
-            int(result["config"].get("bos_id", 1)))
+            result["eval"]["eval_context"])
     except leak_probe.ProbeFailed as error:
         raise Broken(f"train_gpt.py: {error}") from None
 
@@ -737,7 +720,6 @@ CHECKS = [
     Rule("public", "finished", check_finished),
     Rule("public", "score", check_score),
     Rule("public", "time", check_time),
-    Rule("public", "val_bpb", check_comparison),
     Rule("public", "time cap", check_time_cap),
     Rule("public", "bytes", check_bytes),
     Rule("public", "evaluation time", check_eval_time),

@@ -6,26 +6,22 @@ worker processes with a time limit; they are asked for log-probabilities only an
 2. every row is a distribution: finite, and its exponentials sum to 1;
 3. neither the other rows of a batch, nor their number, nor earlier calls change a row.
 One worker sees the documents as they are, the other only changed ones, in random order and company.
-golf's sliding score is probed alike: changing the tokens from a position on leaves the nats of all tokens
-before it as they were, and the probabilities of all tokens that may follow the same ones sum to 1.
 It finds mistakes and lazy tricks. Code that looks out for the probe can hide from it: read the source, too.
 
 Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. A request is a line of JSON, then int64
-tokens: {"shape": [B, T]} asks for log-probabilities, {"size": n, "row": T, "protocol": name} for the nats of
-a stream of n tokens, in rows of T, {"configs": [environment, ...]} for the configurations that the script
-makes of them.
+tokens: {"shape": [B, T]} asks for log-probabilities, {"configs": [environment, ...]} for the configurations
+that the script makes of them.
 ARTIFACT - means random weights for the configuration that the environment asks for: a leak is a property of
 the code, with any weights.
 """
 import contextlib
-import dataclasses
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,8 +33,6 @@ LEAST = 2e-6            # nats that count as no change
 SUM_TOLERANCE = 1e-4    # of the sum of a row's probabilities
 ALIGNMENTS = (8, 16, 32, 64, 128)
 SHORT_ROW = 1024        # tokens: most changes are tried on rows up to this length
-SUM_ROW = 8             # tokens of a document whose last token takes all values, to add up what they have
-SUM_VOCAB = 1 << 13     # tokens up to which this is done: such a stream has SUM_ROW times as many
 KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")       # of ours, for a stranger's script
 
 
@@ -117,23 +111,6 @@ class RecipeScript(Script):
                 sizes |= {*self.cfg.windows(stage, self.cfg.train_seq_len).values()}
         return sorted(sizes)
 
-    def target_nats(self, tokens: np.ndarray, row: int, protocol: str) -> np.ndarray:
-        """tokens (n,) -> nats (n,) of each given those before it, by rows of so many tokens."""
-        constants = {field.name: getattr(self.cfg, field.name) for field in dataclasses.fields(self.cfg)
-                     if field.metadata["model"]}
-        cfg = self.module.load_config(self.env)     # the device; the shape is the model's
-        cfg = shortened(dataclasses.replace(cfg, **constants), row)
-        if protocol == "sliding":
-            cfg = dataclasses.replace(cfg, eval_stride=cfg.eval_sliding)
-        return self.module.plain_nats(self.model, cfg, tokens.astype(np.uint16), self.module.Team(cfg, {}))
-
-
-def shortened(cfg: Any, row: int) -> Any:
-    """A configuration with rows of so many tokens."""
-    sliding = {"eval_sliding": row // 4} if getattr(cfg, "eval_sliding", 0) else {}
-    return dataclasses.replace(cfg, train_seq_len=row, train_batch_tokens=row, eval_context=row,
-                               eval_stride=0, **sliding)
-
 
 # ------------------------------------------------------------ scripts of rules version 1
 class OldScript(Script):
@@ -189,12 +166,9 @@ def serve(path: Path | str, artifact: Path | str | None) -> None:
         asked = json.loads(line)
         if "configs" in asked:
             answer([script.config(env) for env in asked["configs"]])
-        elif "shape" in asked:
+        else:
             found = script.log_probs(read_tokens(int(np.prod(asked["shape"]))).reshape(asked["shape"]))
             answer(list(found.shape), found.tobytes())
-        else:
-            found = script.target_nats(read_tokens(asked["size"]), asked["row"], asked["protocol"])
-            answer(list(found.shape), found.astype(np.float64).tobytes())
 
 
 def clean_environment() -> dict[str, str]:
@@ -265,14 +239,6 @@ class Model:
         if shape != wanted:
             raise ProbeFailed(f"log_probs of tokens {tokens.shape} has shape {shape}, not {wanted}")
         return self.read(shape, np.float32)
-
-    def target_nats(self, tokens: np.ndarray, row: int, protocol: str) -> np.ndarray:
-        """tokens (n,) -> nats (n,) float64, by rows of so many tokens, however long the run's own are."""
-        request = {"size": len(tokens), "row": row, "protocol": protocol}
-        shape = self.ask(request, tokens)
-        if shape != tokens.shape:
-            raise ProbeFailed(f"{protocol}: {len(tokens)} tokens have nats of shape {shape}")
-        return self.read(shape, np.float64)
 
     def close(self) -> None:
         self.timer.cancel()
@@ -414,62 +380,10 @@ def probe_long(fresh: Model, seen: Model, T: int, V: int, rng: np.random.Generat
     return len(places), try_places(fresh, kind, document, base, V, places, NOISE, rng)
 
 
-def probe_stream(fresh: Callable, seen: Callable, log_probs: Callable, protocol: str, bos: int, T: int,
-                 V: int, val_files: Sequence[Path], rng: np.random.Generator, changes: int = 10) -> str:
-    """Asks the function `seen` for the nats of a stream, `fresh` for those of changed ones. The stream has
-    seven rows of T, and documents of about two; the changes lie all over it, every other one begins a
-    document. The first row, which nothing precedes, must have the nats that log_probs gives it, and later
-    ones those of a distribution. Raises ProbeFailed. Returns what was tried."""
-    size = 7 * T + 5
-    worst = 0.0
-    kind, stream = documents(size, V, val_files, rng)[-1]
-    other_than_bos = (bos + 1) % V
-    if kind == "random tokens":
-        stream = np.where(rng.random(size) < 0.5 / T, bos, stream)
-    stream[1:T + 1] = np.where(stream[1:T + 1] == bos, other_than_bos, stream[1:T + 1])
-    base = seen(stream, T, protocol).copy()
-    if not (np.isfinite(base).all() and base[0] == 0 and (base[1:] > 0).all()):
-        raise ProbeFailed(f"{protocol}: the first token must have 0 nats, and every other one more")
-    for part in range(changes):
-        place = int(rng.integers(1 + part * size // changes, (part + 1) * size // changes))
-        changed = stream.copy()
-        changed[place:] = (stream[place:] + rng.integers(1, V, size - place)) % V
-        if part % 2:
-            changed[place] = other_than_bos if stream[place] == bos else bos
-        effect = largest_change(fresh(changed, T, protocol)[:place], base[:place])
-        worst = max(worst, effect)
-        if effect > NOISE:
-            raise ProbeFailed(f"a leak: {protocol}: tokens from {place} on change the nats of earlier ones "
-                              f"by {effect:.3g} ({kind})")
-    first_row = -log_probs(stream[None, :T])[0][np.arange(T), stream[1:T + 1]]
-    if (change := largest_change(first_row, base[1:T + 1])) > NOISE:
-        raise ProbeFailed(f"{protocol}: the nats of the first row are not those of log_probs, by "
-                          f"{change:.3g}")
-    return (f"{protocol}: {changes} changes of later tokens in {kind} of {size}: the largest effect on an "
-            f"earlier token's nats is {worst:.1g}, {check_sum(fresh, protocol, bos, V, rng)}")
-
-
-def check_sum(nats: Callable, protocol: str, bos: int, V: int, rng: np.random.Generator) -> str:
-    """A stream of V short documents that differ in nothing but their last token, each of the V tokens once:
-    the probabilities of these tokens sum to 1. Raises ProbeFailed."""
-    if V > SUM_VOCAB:
-        return f"the probabilities of {V} tokens were not added up"
-    asked = np.tile(rng.integers(0, V, SUM_ROW), (V, 1))
-    asked[:, 0] = bos
-    asked[:, -1] = rng.permutation(V)
-    last_tokens = nats(asked.ravel(), SUM_ROW, protocol)[SUM_ROW - 1::SUM_ROW]
-    total = float(np.exp(-last_tokens).sum())
-    if not abs(total - 1) <= NOISE + SUM_TOLERANCE:
-        raise ProbeFailed(f"{protocol}: the probabilities of all tokens that may follow the same ones sum to "
-                          f"{total:.6g}")
-    return f"all probabilities after the same tokens sum to {total:.6f}"
-
-
 def judge(script: Path | str, artifact: Path | None, env: dict[str, str], val_files: Sequence[Path] = (),
-          seconds: float = 120, context: int = 0, seed: int | None = None, protocols: Sequence[str] = (),
-          bos: int = 1) -> str:
+          seconds: float = 120, context: int = 0, seed: int | None = None) -> str:
     """Raises ProbeFailed. Returns what was tried, in one line. context: tokens of an evaluation row; of long
-    ones most changes are tried on 1,024 tokens and a few on all. protocols: golf's, tried after it."""
+    ones most changes are tried on 1,024 tokens and a few on all."""
     rng = np.random.default_rng(seed)
     with contextlib.ExitStack() as stack:
         seen, fresh = (stack.enter_context(contextlib.closing(Model(script, artifact, env, seconds)))
@@ -484,12 +398,9 @@ def judge(script: Path | str, artifact: Path | None, env: dict[str, str], val_fi
             tried += more
             worst = max(worst, effect)
             lengths = f"{T} and {full}"
-        streams = [probe_stream(fresh.target_nats, seen.target_nats, seen.log_probs, protocol, bos,
-                                min(T, 256), V, val_files, rng) for protocol in protocols]
     weights = "the artifact" if artifact else "random weights"
-    text = (f"{tried} changes of later tokens in {' and '.join(kinds)} of {lengths}, {weights}: the largest "
+    return (f"{tried} changes of later tokens in {' and '.join(kinds)} of {lengths}, {weights}: the largest "
             f"effect on an earlier log-probability is {worst:.1g}, every row sums to 1")
-    return "; ".join([text, *streams])
 
 
 def configurations(script: Path | str, envs: list[dict[str, str]], seconds: float) -> list[Any]:
