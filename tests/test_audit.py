@@ -266,28 +266,6 @@ def test_bytes_that_scores_imply(tool, tmp_path, tokens, loss, bpb, words):
     assert not any("imply" in line for line in audited(tool, tmp_path / "elsewhere"))
 
 
-HYPERPARAMETERS = ("Hyperparameters:\n  lr: 0.02\n  seed: {seed}\n  run_id: x_{seed}\n  logfile: {seed}.txt\n"
-                   "  val_loss_every: %s\n  rank: 0")
-
-
-@pytest.mark.parametrize("lines, words", [
-    (HYPERPARAMETERS % 4000, ""), ("iterations:20000 lr:0.02 s:{seed}", ""),
-    ({7: HYPERPARAMETERS % 40000, 8: HYPERPARAMETERS % 4000, 9: HYPERPARAMETERS % 4000},
-     "formality: the logs of one script differ in their constants: val_loss_every is 4000 in "
-     "train_seed8.log, 40000 in train_seed7.log"),
-    ({7: "lr:0.02 wd:0.1", 8: "lr:0.02 wd:0.1", 9: "lr:0.03 wd:0.1"},
-     "formality: the logs of one script differ in their constants: lr is 0.03 in train_seed9.log, 0.02 in"),
-    ({7: "model_params:17", 8: "model_params:17", 9: "model_params:18"},
-     "no evidence: the logs of one script differ in their constants: model_params is 18 in train_seed9.log"),
-    ({7: "lr:0.02 wd:0.1", 8: "lr:0.02", 9: "lr:0.02 beta:9"}, "")])
-def test_constants_that_differ_between_logs(tool, entry, lines, words):
-    said_before(lines)(entry)
-    found = audited(tool, entry)
-    assert [line.startswith(words) for line in found] == [True] * bool(words), found
-    replaced("README.md", ("# A record", "# Non-record: a sweep"))(entry)
-    assert not any("constants" in line for line in audited(tool, entry))
-
-
 def timed(*lines):
     def alter(folder):
         with open(folder / "train_seed8.log", "a") as file:

@@ -230,27 +230,6 @@ def test_the_second_of_two_downloads_is_refused(hub, call, tmp_path, source, pla
         os.close(handle)
 
 
-def test_a_download_holds_its_folder(hub, call, tmp_path, monkeypatch):
-    """... to its end, and not beyond."""
-    folder = tmp_path / "data/datasets/fineweb10B_sp1024"
-    fetch = download.fetch
-
-    def held():
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return False
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(handle)
-
-    seen = []
-    monkeypatch.setattr(download, "fetch", lambda *args: (seen.append(held()), fetch(*args)))
-    call("-n", 1)
-    assert seen and all(seen) and not held()
-
-
 # --- token shards ----------------------------------------------------------------------------------------
 
 def check_manifest(folder, files, sp, train, revision="a" * 40):

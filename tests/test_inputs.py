@@ -9,20 +9,15 @@ import io
 import json
 import lzma
 import os
-import random
 import shutil
 import subprocess
-import tempfile
 import threading
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fork_server
 from data import inputs, prepare
@@ -268,45 +263,6 @@ def test_what_is_no_text_in_another_encoding():
         assert inputs.encoding_of(np.arange(1000).astype(kind).tobytes()) == ("utf-8", 0)
         assert inputs.encoding_of(np.zeros(1000, kind).tobytes()) == ("utf-8", 0)
     assert inputs.encoding_of("nul\0nul, a\0b".encode() * 20) == ("utf-8", 0)
-
-
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60)
-
-
-def write_form(folder, form, texts, encoding):
-    """Texts as one of a few forms; rows without text among them where the form has rows."""
-    rows = [{"text": text} for text in [*texts[:2], None, *texts[2:], ""]]
-    lines = encoded("\r\n".join(map(json.dumps, rows)), encoding)
-    if form == "jsonl":
-        return written(folder / "x.jsonl", lines)
-    if form == "gz":
-        return written(folder / "x.jsonl.gz", gzip.compress(lines))
-    if form == "json":
-        return written(folder / "x.json", encoded(json.dumps(rows, indent=2), encoding))
-    if form == "parquet":
-        return write_table(folder / "x.parquet", [row["text"] for row in rows])
-    for i, text in enumerate(texts):
-        kind = random.Random(i).choice(["jsonl", "json", "parquet", "txt"])
-        if kind == "txt":
-            written(folder / f"d/{i}.txt", encoded(text, "utf-8"))
-        else:
-            write_form(folder / f"d/{i}", kind, [text], encoding)
-    return folder / "d"
-
-
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
-@given(texts=st.lists(TEXT, min_size=12, max_size=20, unique=True), order=st.randoms(use_true_random=False),
-       size=st.sampled_from([1, 1, 30, 300]),
-       form=st.sampled_from(["jsonl", "gz", "json", "parquet", "folder"]),
-       encoding=st.sampled_from([*MARKED]))
-def test_documents_depend_on_no_form_encoding_order_or_size(texts, order, size, form, encoding):
-    texts = [*texts[:-1], texts[-1] * size, "\n".join(texts) * size]
-    with tempfile.TemporaryDirectory() as root:
-        texts = list(dict.fromkeys(texts))
-        plain = seen(written(Path(root, "plain.jsonl"), lines_of(texts)))
-        order.shuffle(texts)
-        assert plain[0] == sorted(texts) and plain[1] == sum(len(text.encode()) for text in texts)
-        assert seen(write_form(Path(root, "x"), form, texts, encoding)) == plain
 
 
 # --- what is counted, named or refused -------------------------------------------------------------------
