@@ -1,5 +1,5 @@
-"""Fuzz, seeded: random configurations are refused or train as asked; a damaged file never changes a score;
-random corpora are prepared so that every document decodes to itself.
+"""Fuzz, seeded: random configurations are refused or train as asked; random corpora are prepared so that
+every document decodes to itself.
 
 By default a sample; `-m fuzz` runs many times as many cases. A case comes from its number alone: what a
 failed test printed last, as `drawn_run(7)`, repeats it.
@@ -16,18 +16,13 @@ from collections import Counter
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import sentencepiece as spm
 
-import helpers
 import train_gpt
 from data import prepare
-from helpers import TOY, fake_team
 from test_prepare import ALPHABETS, read_documents
-from tools.run.dataset import check_dataset
 from train_gpt import RECIPES, Refused, load_config, show
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.usefixtures("one_thread")]
@@ -404,194 +399,3 @@ def prepared(words):
         code = prepare.main([str(word) for word in words])
     assert err.getvalue().count("prepare: ") == (1 if code else 0), err.getvalue()
     return code, err.getvalue()
-
-
-# -------------------------------------------------------------------------------- damaged files
-DATA = Path("data/datasets/small")
-MODEL = Path("data/tokenizers/small.model")
-RUN = Path("logs/run")
-MANIFEST = DATA / "manifest.json"
-VAL = DATA / "small_val_000000.bin"
-TRAIN = [DATA / f"small_train_{i:06d}.bin" for i in range(3)]
-SMALL = TOY | dict(
-    DATA_PATH=str(DATA), TRAIN_SEQ_LEN="32", TRAIN_BATCH_TOKENS="64", MODEL_DIM="16", BIGRAM_ROWS="64",
-    VAL_TOKENS="0", ITERATIONS="6", SHUFFLE="0")
-
-
-def scramble(rng, path):
-    """Bytes of a file flipped, zeroed, moved, cut off or added; never as it was."""
-    raw = path.read_bytes()
-    new = bytearray(raw)
-    n = len(raw)
-    kind = rng.randrange(7)
-    here = rng.randrange(n)
-    size = rng.choice((1, 8, 512, 4096))
-    if kind == 0:
-        new = new[:rng.choice((0, 1, 5, here, n - 1))]
-    elif kind == 1:
-        new += rng.randbytes(size)
-    elif kind == 2:
-        new[here:here + size] = bytes(len(new[here:here + size]))
-    elif kind == 3:
-        del new[here:here + size]
-    elif kind == 4:
-        new[here:here] = new[here:here + size]
-    else:
-        for _ in range(rng.randint(1, 5)):
-            new[rng.randrange(n if kind == 5 else min(n, 64))] ^= 1 << rng.randrange(8)
-    path.write_bytes(new)
-    if new == raw:
-        scramble(rng, path)
-
-
-# Each of these damages the current folder by chance and returns what may come of it besides a refusal by the
-# look at the data that ./run.sh takes first, or by the trainer: "nothing", "same": the score of whole files;
-# "over": the run has finished, and nothing else.
-def train_shard(rng):
-    scramble(rng, rng.choice(TRAIN))
-    return "nothing"
-
-
-def other_file(rng):
-    """A file that is missing, a folder, a link to itself, or another file."""
-    path, other = rng.sample([*TRAIN, VAL, MODEL], 2)
-    path.unlink()
-    kind = rng.randrange(4)
-    if kind == 0:
-        path.mkdir()
-    elif kind == 1:
-        path.symlink_to(path.name)
-    elif kind == 2:
-        shutil.copy(other, path)
-    return "nothing"
-
-
-def tokenizer_unstated(rng):
-    """Where no sha256 is stated, the bytes of the val text tell of pieces that others stand for."""
-    manifest = json.loads(MANIFEST.read_text())
-    del manifest["tokenizer"]["sha256"]
-    MANIFEST.write_text(json.dumps(manifest))
-    scramble(rng, MODEL)
-    return "same"
-
-
-def finished(rng):
-    """A result.json that is there says that the run is over."""
-    shutil.copy("result.json", RUN)
-    scramble(rng, RUN / "result.json")
-    return "over"
-
-
-def scrambled(path, expected):
-    """A damage of a file's bytes alone."""
-    def damage(rng):
-        scramble(rng, path)
-        return expected
-    return damage
-
-
-def score_of_data(model=None):
-    """By the functions that look at a dataset and read it; every training token is read once."""
-    model = model or train_gpt.load_model("model.pt")[0]
-    cfg = load_config(SMALL)
-    data = check_dataset(cfg, lambda *_: None)
-    cfg = train_gpt.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
-    loader = train_gpt.Loader(cfg, data, fake_team(), lambda *_: None)
-    assert loader.read(0, int(loader.edges[-1])).max() < data.vocab_size
-    assert loader.next(cfg.train_batch_tokens)[0].shape == (2, 32)
-    score = train_gpt.evaluate(model, cfg, data, fake_team())
-    train_gpt.require(math.isfinite(score.val_loss), "final_model: val_loss is not finite")
-    return score.val_loss, score.val_bpb
-
-
-def score_of_artifact():
-    return score_of_data(train_gpt.load_model("model.ptz")[0])
-
-
-def score_of_resumed():
-    done = call_main([], SMALL | {"RESUME": "run"})
-    if done.code:
-        assert "train_loss" not in done.out and "learning rates" not in done.err, "refused only after a step"
-        raise Refused(done.err)
-    if "has finished" in done.out:
-        return "over"
-    result = json.loads((RUN / "result.json").read_text())
-    return result["val_loss"], result["val_bpb"]
-
-
-DAMAGES = {  # what is damaged, what scores it, how many cases are a sixtieth; half of them are the sample
-    "val shard": (scrambled(VAL, "nothing"), score_of_data, 1),
-    "train shard": (train_shard, score_of_data, 3),
-    "other file": (other_file, score_of_data, 2),
-    "tokenizer": (scrambled(MODEL, "nothing"), score_of_data, 1),
-    "tokenizer unstated": (tokenizer_unstated, score_of_data, 2),
-    "manifest": (scrambled(MANIFEST, "same"), score_of_data, 2),
-    "document hashes": (scrambled(DATA / "document_hashes.bin", "same"), score_of_data, 1),
-    "trained weights": (scrambled(Path("model.pt"), "same"), score_of_data, 2),
-    "artifact": (scrambled(Path("model.ptz"), "same"), score_of_artifact, 2),
-    "checkpoint": (scrambled(RUN / "checkpoint.pt", "same"), score_of_resumed, 1),
-    "result of a finished run": (finished, score_of_resumed, 1)}
-
-
-@pytest.fixture(scope="module")
-def whole(tiny_data, tmp_path_factory):
-    """A folder with everything that is damaged, whole, and {what scores it: the score}."""
-    folder = tmp_path_factory.mktemp("fuzz") / "whole"
-    folder.mkdir()
-    kept = []
-    save_checkpoint = train_gpt.save_checkpoint
-
-    def keeping(run):
-        save_checkpoint(run)
-        kept.append((RUN / "checkpoint.pt").read_bytes())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        model = Path(tiny_data, "data/tokenizers/toy.model").read_bytes()
-        sp = spm.SentencePieceProcessor(model_proto=model)
-        text = [document[i:i + 300] for document in helpers.library_documents(12_000)
-                for i in range(0, len(document), 300)]
-        train = helpers.tokens_of(sp, text[20:])
-        val = helpers.tokens_of(sp, text[:20])
-        val_bytes = sum(len(document.encode()) for document in text[:20])
-        helpers.write_dataset(".", "small", model, np.split(train, [700, 1500]), val, val_bytes)
-        np.arange(len(text), dtype="<u8").tofile(DATA / "document_hashes.bin")
-        about = {"document_hashes": {"path": "document_hashes.bin", "val": 20}}
-        MANIFEST.write_text(json.dumps(json.loads(MANIFEST.read_text()) | about))
-        patch.setattr(train_gpt, "save_checkpoint", keeping)
-        assert call_main([], SMALL | {"SAVE_EVERY": "2", "RUN_ID": "run"}).code == 0
-        (RUN / "checkpoint.pt").write_bytes(kept[1])  # of step 4
-        (RUN / "result.json").rename("result.json")
-        (RUN / "final_model.int8.ptz").rename("model.ptz")
-        (RUN / "final_model.pt").rename("model.pt")
-        result = json.loads(Path("result.json").read_text())
-        scores = {score_of_data: score_of_data(), score_of_artifact: score_of_artifact(),
-                  score_of_resumed: (result["val_loss"], result["val_bpb"])}
-    assert all(math.isfinite(number) for score in scores.values() for number in score)
-    return folder, scores
-
-
-@sample_or_all
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_files(name, times, whole, tmp_path, monkeypatch):
-    folder, scores = whole
-    damage, score_of, cases = DAMAGES[name]
-    for case in range(cases * times if times > 1 else -(-cases // 2)):
-        print(f"case {case} of {name}")
-        shutil.copytree(folder, tmp_path / f"{case}")
-        monkeypatch.chdir(tmp_path / f"{case}")
-        expected = damage(random.Random(f"{name} {case}"))
-        try:
-            score = score_of()
-        except Refused as refusal:
-            assert len(str(refusal)) > 10
-            score = None
-        assert not Path("executed").exists()
-        if score and (score == "over" or expected == "over"):
-            assert score == expected
-        elif score:
-            val_loss, val_bpb = scores[score_of]
-            assert expected != "nothing" and math.isfinite(score[0])
-            assert score in [(val_loss, val_bpb), (val_loss, None)]
-        monkeypatch.chdir(tmp_path)
-        shutil.rmtree(f"{case}")
