@@ -174,7 +174,6 @@ def test_the_files(tool, tmp_path):
     assert {*theirs} == {*ours} == {"counts.text", "counts.starts", *dict(model.named_parameters())}
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
     config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config.pop("scoring_window") == 128
     assert {name: getattr(cfg, name) for name in export.model_constants(cfg)} == {
         name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
     size = struct.unpack("<Q", (tmp_path / "out/model.safetensors").read_bytes()[:8])[0]

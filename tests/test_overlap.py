@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data import overlap
+from test_inputs import written
 from test_prepare import make_texts, read_documents, run
 
 SHINGLE = 60        # letters without blanks, looked up at every place
@@ -30,12 +31,6 @@ def lines_of_words(size, seed):
 
 
 TEXTS = [lines_of_words(60_000, seed) for seed in range(9)]
-
-
-def written(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def export(args: argparse.Namespace, say: Callable) -> str:
         raise Refused(str(error)) from None
     tensors = tensors_of(model)
     shape = {name: getattr(cfg, name) for name in model_constants(cfg)}
-    write_weights(folder, tensors, shape | dict(scoring_window=cfg.scoring_window()), save_file)
+    write_weights(folder, tensors, shape, save_file)
     trainer = inputs.read_text(Path(train_gpt.__file__))
     script = model_script(cfg.preset, trainer, constants_of(cfg), "counts.text" in tensors)
     (folder / "model.py").write_text(script, encoding="utf-8")
