@@ -18,22 +18,21 @@ makes dataset and tokenizer from them (vocabulary 32,768; val is cut to 50,000,0
 more because the trainer cuts documents to fill rows (its log line `documents:` counts what it reads).
 GPT-2's vocabulary: writes OUT/tokenizers/gpt2_vocab.json; GPT2_VOCAB_URL is another address of that file.
 CORE: writes OUT/core_bundle/ in one step; CORE_BUNDLE_URL is another address of the zip.
-An interrupted download continues where it stopped. HF_ENDPOINT is another hub; HF_TOKEN is sent to it.
+huggingface_hub fetches the files and tries again where that may help; an interrupted download of shards
+continues where it stopped. HF_ENDPOINT is another hub; HF_TOKEN is sent to it; HF_HUB_DOWNLOAD_TIMEOUT is how
+many seconds without data fail.
 Exit 0: everything is there. 1: it failed, stderr says which file and why. 2: refused.
 """
 from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import difflib
 import hashlib
-import io
 import json
 import os
 import re
 import shutil
-import stat
 import struct
 import sys
 import time
@@ -41,7 +40,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
@@ -59,14 +58,15 @@ SHARD_MAGIC = 20240520
 SHARD_VERSION = 1
 HEADER_BYTES = 1024
 DISK_MARGIN = 500_000_000                        # bytes that stay free after the download
-MAX_DELAY = 60.0                                 # seconds between two tries, at most
-RETRY_STATUS = {408, 416, 425, 429, 500, 502, 503, 504}
+TRIES = 3                                        # of a file; each reconnects several times
 DECODE_TOKENS = 1 << 20                          # tokens decoded at a time; a longer document is not split
 TOKENS_PER_PARQUET = 1.3                         # bytes of token shards per byte of parquet, at most
 # What tiktoken reads, too: {characters of a token: its number}
 GPT2_VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/encoder.json"
 GPT2_VOCAB_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+ADVICE = {404: "it is not there", 401: "it does not exist or needs a valid HF_TOKEN",
+          403: "it is not there, or not for everyone: HF_TOKEN may be one that may read it"}
 
 
 class Source(NamedTuple):
@@ -119,138 +119,64 @@ class Damaged(Exception):
     """Wrong bytes, or too few: another try may help."""
 
 
-def write_line(line: str, end: str = "\n") -> None:
-    """`line` on stderr; on a terminal it replaces the progress line."""
-    erase = "\r\033[K" if sys.stderr.isatty() else ""
-    print(erase + line, end=end, file=sys.stderr, flush=True)
-
-
-class Progress:
-    """A progress line on stderr: rewritten in place on a terminal, elsewhere printed every 15 s."""
-
-    def __init__(self, label: str, total: int, unit: str = "MB") -> None:
-        self.label = label
-        self.total = total
-        self.unit = unit
-        self.terminal = sys.stderr.isatty()
-        self.done = self.moved = 0               # moved: done in this run, for the rate
-        self.started = self.shown = time.monotonic()
-
-    def add(self, done: int, moved: int = 0) -> None:
-        self.done += done
-        self.moved += moved
-        now = time.monotonic()
-        if now - self.shown < (0.2 if self.terminal else 15.0):
-            return
-        self.shown = now
-        rate = self.moved / (now - self.started)
-        left = int((self.total - self.done) / rate) if rate else 0
-        line = (f"{self.label} {self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} {self.unit}, "
-                f"{rate / 1e6:,.1f} {self.unit}/s, {left // 60}:{left % 60:02d} left")
-        write_line(line, end="" if self.terminal else "\n")
-
-
-class Server:
-    """Files over plain HTTP, with the client of huggingface_hub (proxies, redirects)."""
-    name = "server"
-    described = "the server of the bundle (or the one that CORE_BUNDLE_URL names)"
-    advice = {404: "it is not there", 403: "it is not there or not for everyone"}
-
-    def __init__(self, tries: int, delay: float, timeout: float) -> None:
-        self.tries = tries
-        self.delay = delay
-        self.timeout = timeout
-
-    def headers(self) -> dict[str, str]:
-        return {}
-
-    def retry(self, what: str, action: Callable[[], Any]) -> Any:
-        """action(), again after longer and longer waits where that may help; raises Failed in the end."""
-        from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
-        for trial in range(self.tries):
-            wait = self.delay * 2 ** trial
-            try:
-                return action()
-            except OfflineModeIsEnabled:
-                raise Failed(f"{what} cannot be reached while HF_HUB_OFFLINE is set") from None
-            except HfHubHTTPError as error:
-                status = error.response.status_code
-                after = error.response.headers.get("Retry-After", "")
-                if status not in RETRY_STATUS:
-                    advice = self.advice.get(status, "another try would not help")
-                    raise Failed(f"the {self.name} answered {status} for {what}: {advice}") from None
-                reason = f"the {self.name.split()[-1]} answered {status}"
-                wait = max(wait, int(after)) if after.isdecimal() else wait
-            except HTTPError as error:           # not connected, connection lost, or timed out
-                kind = type(error).__name__
-                text = " ".join(str(error).split())
-                reason = f"no data for {self.timeout:g} s" if "Timeout" in kind else text or kind
-            except Damaged as error:
-                reason = str(error)
-            if trial + 1 < self.tries:
-                wait = min(wait, MAX_DELAY)
-                write_line(f"{what}: {reason}; try {trial + 2} of {self.tries} in {wait:g} s")
-                time.sleep(wait)
-        raise Failed(f"{what}: {self.tries} tries failed with {self.described}, the last one: {reason}")
-
-    def fetch(self, url: str, part: Path, size: int | None, progress: Progress) -> None:
-        """Append to `part` until it has `size` bytes (None: the size that the server states), over one
-        connection; raises Damaged if it stays shorter."""
-        from huggingface_hub.utils import get_session, hf_raise_for_status
-        have = part.stat().st_size if part.exists() else 0
-        if size and 0 < size <= have:
-            return
-        headers = self.headers() | {"Accept-Encoding": "identity"}
-        headers |= {"Range": f"bytes={have}-"} if have else {}
-        with get_session().stream("GET", url, headers=headers, timeout=self.timeout,
-                                  follow_redirects=True) as response:
-            if response.status_code in (200, 416) and have:        # the server cannot resume: start again
-                progress.add(-have)
-                part.unlink()
-                have = 0
-            hf_raise_for_status(response)
-            if size is None and "Content-Length" in response.headers:
-                size = progress.total = have + int(response.headers["Content-Length"])
-            with open(part, "ab") as out:
-                for chunk in response.iter_raw():
-                    out.write(chunk)
-                    progress.add(len(chunk), len(chunk))
-                    if size is not None and out.tell() > size:
-                        break
-                have = out.tell()
-        if size is not None and have < size:
-            raise Damaged(f"only {have:,} of {size:,} bytes came")
-
-
-class Hub(Server):
-    """Listing and files of the Hugging Face hub, with its token. (hf_hub_download keeps no partial file
-    from run to run and may retry without end.)"""
-    name = "Hugging Face hub"
-    described = "the Hugging Face hub (or the server that HF_ENDPOINT names)"
-    advice = {404: "it is not there", 401: "it does not exist or needs a valid HF_TOKEN",
-              403: "it needs an HF_TOKEN that may read it"}
-
-    def __init__(self, endpoint: str, tries: int, delay: float, timeout: float) -> None:
-        from huggingface_hub import HfApi
-        super().__init__(tries, delay, timeout)
-        self.api = HfApi(endpoint=endpoint)
-
-    def headers(self) -> dict[str, str]:
-        from huggingface_hub.utils import build_hf_headers
-        return build_hf_headers()
-
-    def list(self, repo: str) -> tuple[str, list[Any]]:
-        """(commit, files with their rfilename, size, lfs and blob_id) of a dataset repository."""
-        what = f"the dataset repository {repo}"
+def retry(what: str, action: Callable[[], Any]) -> Any:
+    """action(), which downloads something and checks it, again where that may help; raises Failed in the
+    end."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+    for trial in range(TRIES):
         try:
-            info = self.retry(what, lambda: self.api.dataset_info(
-                repo, files_metadata=True, timeout=self.timeout))
-            return info.sha, [item for item in info.siblings if item.size is not None]
-        except Failed:
+            return action()
+        except OfflineModeIsEnabled:
+            raise Failed(f"{what} cannot be reached while HF_HUB_OFFLINE is set") from None
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            if status < 500 and status != 429:
+                raise Failed(f"the server answered {status} for {what}: "
+                             f"{ADVICE.get(status, 'another try would not help')}") from None
+            reason = f"the server answered {status}"
+        except HTTPError as error:               # not connected, connection lost, or timed out
+            reason = " ".join(str(error).split()) or type(error).__name__
+        except Damaged as error:
+            reason = str(error)
+        if trial + 1 < TRIES:
+            time.sleep(2 ** trial)
+    raise Failed(f"{what}: {TRIES} tries failed, the last one: {reason}. Is there a network, and are "
+                 "HF_ENDPOINT and the like right?")
+
+
+def fetch(url: str, part: Path, size: int | None = None, headers: dict[str, str] | None = None) -> None:
+    """Downloads to `part`, which goes on where it ends if the size is known. Raises Damaged where it has
+    another size in the end."""
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.file_download import http_get
+    have = part.stat().st_size if part.exists() else 0
+    if size is None or have > size:
+        part.unlink(missing_ok=True)
+        have = 0
+    if have == size:
+        return
+    try:
+        with open(part, "ab") as file:
+            http_get(url, file, resume_size=have, headers=(headers or {}) | {"Accept-Encoding": "identity"},
+                     expected_size=size, displayed_filename=part.name.removesuffix(".part"))
+    except OSError as error:
+        if error.errno or isinstance(error, HfHubHTTPError):     # of the disk, or the server's answer
             raise
-        except Exception as error:               # a server that is no hub can cause any error
-            raise Failed(f"{what}: the server that HF_ENDPOINT names does not answer like a Hugging Face hub "
-                         f"({type(error).__name__})") from None
+        raise Damaged("the file came with another size") from None
+
+
+def list_files(endpoint: str, repo: str) -> tuple[str, list[Any]]:
+    """(commit, files with their rfilename, size, lfs and blob_id) of a dataset repository."""
+    from huggingface_hub import HfApi
+    what = f"the dataset repository {repo}"
+    try:
+        info = retry(what, lambda: HfApi(endpoint=endpoint).dataset_info(repo, files_metadata=True))
+        return info.sha, [item for item in info.siblings if item.size is not None]
+    except Failed:
+        raise
+    except Exception as error:                   # a server that is no hub can cause any error
+        raise Failed(f"{what}: the server that HF_ENDPOINT names does not answer like a Hugging Face hub "
+                     f"({type(error).__name__})") from None
 
 
 def select(source: Source, listing: list[Any], train_shards: int, out: Path) -> list[File]:
@@ -284,26 +210,23 @@ def select(source: Source, listing: list[Any], train_shards: int, out: Path) -> 
     return tokenizer + train[:train_shards or None] + val
 
 
-def verify(path: Path, file: File, progress: Progress | None = None) -> str:
+def verify(path: Path, file: File) -> str:
     """The sha256 of `path`; raises Damaged if it differs from what the hub states, Failed if it is a .bin
     that is no token shard."""
     if path.stat().st_size != file.size:
         raise Damaged(f"{path.stat().st_size:,} bytes instead of {file.size:,}")
-    sha256 = hashlib.sha256()
-    git = hashlib.sha1(b"blob %d\0" % file.size)
     with inputs.open_binary(path) as stream:
-        while block := stream.read(1 << 22):
-            sha256.update(block)
-            if not file.sha256:
-                git.update(block)
-            if progress:
-                progress.add(len(block), len(block))
-    actual, stated = (sha256, file.sha256) if file.sha256 else (git, file.blob_id)
-    if stated and actual.hexdigest() != stated:
-        raise Damaged(f"its {actual.name} differs from the one that the hub states")
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    if file.sha256:
+        good = sha256 == file.sha256
+    else:
+        git = hashlib.sha1(b"blob %d\0" % file.size + inputs.read_bytes(path)).hexdigest()
+        good = file.blob_id in (None, git)
+    if not good:
+        raise Damaged("its bytes are not those that the hub states")
     if file.local.suffix == ".bin":
         shard_tokens(path)
-    return sha256.hexdigest()
+    return sha256
 
 
 def check_disk(missing: list[File], out: Path, more: int = 0) -> None:
@@ -330,27 +253,24 @@ def check_disk(missing: list[File], out: Path, more: int = 0) -> None:
                           f"of it as a margin) and has {free / 1e9:,.2f} GB")
 
 
-def download(hub: Hub, source: Source, revision: str | None, files: list[File]) -> dict[File, str]:
+def download(endpoint: str, source: Source, revision: str | None, files: list[File]) -> dict[File, str]:
     """Fetch and verify each file, then give it its name; returns their sha256."""
     from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
     digests = {}
-    progress = Progress("downloading", sum(file.size for file in files))
     for file in files:
-        url = hf_hub_url(source.repo, file.remote, repo_type="dataset", revision=revision,
-                         endpoint=hub.api.endpoint)
+        url = hf_hub_url(source.repo, file.remote, repo_type="dataset", revision=revision, endpoint=endpoint)
 
         def attempt() -> str:
-            hub.fetch(url, file.part, file.size, progress)
+            fetch(url, file.part, file.size, build_hf_headers())
             try:
                 return verify(file.part, file)
             except Damaged:
-                progress.add(-file.part.stat().st_size)
                 file.part.unlink()
                 raise
 
-        progress.add(file.part.stat().st_size if file.part.exists() else 0)
         file.local.unlink(missing_ok=True)
-        digests[file] = hub.retry(file.remote, attempt)
+        digests[file] = retry(file.remote, attempt)
         file.part.replace(file.local)
     return digests
 
@@ -372,7 +292,6 @@ def decoded_bytes(sp: SentencePieceProcessor, tokens: np.ndarray, bos_id: int) -
     import numpy as np
     edges = np.unique(np.concatenate([[0], np.flatnonzero(tokens == bos_id), [len(tokens)]]))
     first = total = 0
-    progress = Progress("decoding", len(tokens), "M tokens")
     while first < len(edges) - 1:
         last = max(first + 1, int(np.searchsorted(edges, edges[first] + DECODE_TOKENS, side="right")) - 1)
         batch = np.asarray(tokens[edges[first]:edges[last]])
@@ -381,7 +300,6 @@ def decoded_bytes(sp: SentencePieceProcessor, tokens: np.ndarray, bos_id: int) -
                           num_threads=min(inputs.usable_cpus(), 16))
         total += sum(map(len, texts))
         first = last
-        progress.add(len(batch), len(batch))
     return total
 
 
@@ -438,25 +356,23 @@ def write_manifest(path: Path, source: Source, revision: str | None,
     return manifest
 
 
-def fetch_missing(source: Source, files: list[File], revision: str | None, out: Path, hub: Hub,
+def fetch_missing(source: Source, files: list[File], revision: str | None, out: Path, endpoint: str,
                   more: int = 0) -> tuple[dict[File, str], list[File]]:
     """Verify the files that are there and download the others; the disk must have room for `more` bytes
     besides. Returns (sha256 of each file, files that were downloaded)."""
     digests = {}
-    present = [file for file in files if file.local.is_file()]
-    progress = Progress("verifying", sum(file.size for file in present))
-    for file in present:
+    for file in [file for file in files if file.local.is_file()]:
         try:
-            digests[file] = verify(file.local, file, progress)
+            digests[file] = verify(file.local, file)
         except Damaged as error:
-            write_line(f"{file.local.name}: {error}; it will be fetched again")
+            print(f"{file.local.name}: {error}; it will be fetched again", file=sys.stderr)
     missing = [file for file in files if file not in digests]
     check_disk(missing, out, more)
     manifest_path = out / "datasets" / source.name / "manifest.json"
     claimed = inputs.read_text(manifest_path, "replace") if manifest_path.exists() else ""
     if any(file.local.name in claimed for file in missing):
         manifest_path.unlink()                   # it lists a file that is missing
-    digests |= download(hub, source, revision, missing)
+    digests |= download(endpoint, source, revision, missing)
     return {file: digests[file] for file in files}, missing
 
 
@@ -465,13 +381,13 @@ def describe(source: Source, files: list[File], missing: list[File]) -> str:
             f"({sum(file.size for file in missing) / 1e6:,.1f} MB)")
 
 
-def get_tokens(args: argparse.Namespace, source: Source, hub: Hub) -> str:
+def get_tokens(args: argparse.Namespace, source: Source, endpoint: str) -> str:
     """Download token shards and write their manifest; returns the summary."""
     started = time.monotonic()
     out = args.out
-    revision, listing = hub.list(source.repo)
+    revision, listing = list_files(endpoint, source.repo)
     files = select(source, listing, args.train_shards, out)
-    digests, missing = fetch_missing(source, files, revision, out, hub)
+    digests, missing = fetch_missing(source, files, revision, out, endpoint)
     manifest = write_manifest(out / "datasets" / source.name / "manifest.json", source, revision, digests)
     tokens = [sum(file["tokens"] for file in manifest["files"] if file["split"] == split)
               for split in ("train", "val")]
@@ -480,13 +396,13 @@ def get_tokens(args: argparse.Namespace, source: Source, hub: Hub) -> str:
             f"{tokens[1]:,} val tokens{size}, {time.monotonic() - started:.0f} s")
 
 
-def get_parquet(args: argparse.Namespace, source: Source, hub: Hub) -> str:
+def get_parquet(args: argparse.Namespace, source: Source, endpoint: str) -> str:
     """Download text as parquet files and have prepare.py make a dataset of them, which prints its own
     summary; returns the last line."""
     from data import prepare
     started = time.monotonic()
     out = args.out
-    revision, listing = hub.list(source.repo)
+    revision, listing = list_files(endpoint, source.repo)
     files = select(source, listing, args.train_shards, out)
     origin = [source.repo, f"{len(files) - 1} train shards"]
     dataset = out / "datasets" / source.name
@@ -501,106 +417,43 @@ def get_parquet(args: argparse.Namespace, source: Source, hub: Hub) -> str:
     chosen = {split: [prepare.Input(file.local, "parquet", marks=False) for file in files
                       if file.split == split] for split in ("train", "val")}
     request = prepare.Request(source.name, origin, chosen["train"], source.vocab_size,
-                              prepare.PARQUET_VAL_BYTES, chosen["val"])
+                              prepare.PARQUET_VAL_BYTES, chosen["val"], keeps_order=True)
     try:
         places = prepare.layout(request, out)
         if args.force or not dataset.exists():
             prepare.check_places(places)
     except prepare.DataError as error:      # before the download
         raise Refused(str(error)) from None
-    written = sum(path.stat().st_size for path in places.partial.glob("*.bin"))
-    more = max(0, int(TOKENS_PER_PARQUET * sum(file.size for file in files)) - written)
+    more = int(TOKENS_PER_PARQUET * sum(file.size for file in files))
     if dataset.exists() and not args.force:
         more = 0
-    digests, missing = fetch_missing(source, files, revision, out, hub, more)
-    write_line("", end="")
+    digests, missing = fetch_missing(source, files, revision, out, endpoint, more)
     print(f"{describe(source, files, missing)}, {time.monotonic() - started:.0f} s", flush=True)
     try:
-        prepare.build_parquet(request, out, args.force)
+        prepare.build(request, out, args.force)
     except prepare.DataError as error:
         raise Refused(str(error)) from None
-    except prepare.Stopped as error:
-        raise Failed(str(error)) from None
     return f"{source.name} is ready after {time.monotonic() - started:.0f} s"
 
 
-def is_complete_bundle(folder: Path) -> bool:
-    """Whether the folder holds the zip and every file of it with the right CRC."""
-    try:
-        with zipfile.ZipFile(folder / "eval_bundle.zip") as bundle:
-            members = bundle_members(bundle)
-            return all(zlib.crc32(inputs.read_bytes(folder / path)) == member.CRC
-                       for path, member in members.items())
-    except (OSError, zipfile.BadZipFile, Damaged, Failed):
-        return False
-
-
-def bundle_members(bundle: zipfile.ZipFile) -> dict[PurePosixPath, zipfile.ZipInfo]:
-    """The files under eval_bundle/ by their path from there; raises Failed if any member of the zip is a link
-    or would be written outside its folder."""
-    found = {}
-    for member in bundle.infolist():
-        path = PurePosixPath(member.filename)
-        kind = stat.S_IFMT(member.external_attr >> 16)
-        if (path.is_absolute() or ".." in path.parts or re.search(r"[\\:\0]", member.filename)
-                or kind not in (0, stat.S_IFREG, stat.S_IFDIR)):
-            raise Failed(f"the CORE bundle holds {member.filename!r}, a link or a path outside its folder")
-        if path.parts[:1] == ("eval_bundle",) and not member.is_dir():
-            found[path.relative_to("eval_bundle")] = member
-    return found
-
-
 def unpack_bundle(archive: Path, folder: Path) -> None:
-    """Unpack eval_bundle/ of the zip into the folder; raises Damaged if the zip is damaged."""
+    """Unpacks eval_bundle/ of the zip, nowhere but into the folder; raises Damaged if the zip is damaged."""
     try:
         with zipfile.ZipFile(archive) as bundle:
-            members = bundle_members(bundle)
-            need = sum(member.file_size for member in members.values()) + DISK_MARGIN
+            members = [member for member in bundle.infolist() if member.filename.startswith("eval_bundle/")]
+            need = sum(member.file_size for member in members) + DISK_MARGIN
             if (free := shutil.disk_usage(folder).free) < need:
                 raise Refused(f"the CORE bundle needs {need / 1e9:,.2f} GB of free disk space "
                               f"({DISK_MARGIN / 1e9:g} GB of it as a margin), there are {free / 1e9:,.2f} GB")
-            for path, member in members.items():
-                (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                with bundle.open(member) as packed, open(folder / path, "wb") as out:
-                    shutil.copyfileobj(packed, out, 1 << 20)     # raises BadZipFile where the CRC differs
+            bundle.extractall(folder, members)      # raises BadZipFile where the CRC differs
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise Damaged(f"the zip is damaged ({reason})") from None
 
 
-def check_bundle(folder: Path) -> dict[str, int]:
-    """Number of examples by task label; raises Failed if a task lacks its file, valid lines or baseline."""
-    import yaml
-    try:
-        tasks = yaml.safe_load(inputs.read_text(folder / "core.yaml"))["icl_tasks"]
-        tasks = {task["label"]: PurePosixPath(task["dataset_uri"]) for task in tasks}
-        if not tasks or any(path.is_absolute() or ".." in path.parts for path in tasks.values()):
-            raise ValueError
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        raise Failed("core.yaml of the CORE bundle is missing or lists no tasks") from None
-    try:
-        table = io.StringIO(inputs.read_text(folder / "eval_meta_data.csv"), newline="")
-        baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(table)
-                     if row["Eval Task"] in tasks}
-    except (OSError, ValueError, KeyError, TypeError, csv.Error):
-        raise Failed("eval_meta_data.csv of the CORE bundle is missing or damaged") from None
-    examples = {}
-    for label, path in tasks.items():
-        if label not in baselines:
-            raise Failed(f"eval_meta_data.csv of the CORE bundle states no `Random baseline` of {label}")
-        number = 0
-        try:
-            with inputs.open_binary(folder / "eval_data" / path) as raw:
-                for number, line in enumerate(inputs.text_stream(raw), 1):
-                    json.loads(line)
-        except OSError:
-            raise Failed(f"the CORE bundle lacks eval_data/{path} of {label}") from None
-        except (ValueError, RecursionError):
-            raise Failed(f"eval_data/{path} of the CORE bundle: line {number} is not JSON") from None
-        if not number:
-            raise Failed(f"eval_data/{path} of the CORE bundle is empty")
-        examples[label] = number
-    return examples
+def is_bundle(folder: Path) -> bool:
+    """Has the folder what the trainer looks for? It says which task is damaged."""
+    return all((folder / name).exists() for name in ("core.yaml", "eval_meta_data.csv", "eval_data"))
 
 
 def core_folder(out: Path) -> Path:
@@ -612,59 +465,36 @@ def core_folder(out: Path) -> Path:
     return place
 
 
-def get_core(args: argparse.Namespace, server: Server, url: str) -> str:
+def get_core(args: argparse.Namespace, url: str) -> str:
     """Download the zip at `url` and unpack it to OUT/core_bundle; returns the summary."""
     folder = core_folder(args.out)
     partial = folder.with_name(".core_bundle.partial")
     archive = partial / "eval_bundle.zip"
-    part = partial / "eval_bundle.zip.part"
     if folder.exists() and not (folder / "eval_bundle.zip").is_file():
         raise Refused(f"{folder} exists and was not made by this command: remove or rename it first")
-    complete = is_complete_bundle(folder)
-    if not complete and os.path.ismount(folder):
-        raise Refused(f"{args.out / 'core_bundle'} is where another disk is mounted, and cannot be replaced: "
-                      "mount that one folder higher, with a link to a folder there")
-    if not complete:
+    there = is_bundle(folder)
+    if not there:
         check_disk([File("", archive, "", 0, None, None)], args.out)
-        if not part.exists() and zipfile.is_zipfile(folder / "eval_bundle.zip"):
-            shutil.copyfile(folder / "eval_bundle.zip", part)
 
         def attempt() -> None:
-            if not zipfile.is_zipfile(part):     # incomplete
-                server.fetch(url, part, None, progress)
-            for path in partial.iterdir():       # left by an earlier try
-                if path != part:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-            try:
-                unpack_bundle(part, partial)
-            except Damaged:
-                progress.add(-part.stat().st_size)
-                part.unlink()
-                raise
+            fetch(url, archive)
+            shutil.rmtree(partial / "eval_bundle", ignore_errors=True)
+            unpack_bundle(archive, partial)
+            if not is_bundle(partial / "eval_bundle"):
+                raise Failed("the CORE bundle has no core.yaml, eval_meta_data.csv or eval_data/")
 
-        progress = Progress("downloading", 0)
-        progress.add(part.stat().st_size if part.exists() else 0)
-        server.retry("the CORE bundle", attempt)
-        part.replace(archive)
-    try:
-        examples = check_bundle(folder if complete else partial)
-    except Failed:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if not complete:
-        old = folder.with_name(".core_bundle.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.replace(old)
-        partial.replace(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            retry("the CORE bundle", attempt)
+            archive.replace(partial / "eval_bundle" / archive.name)
+            shutil.rmtree(folder, ignore_errors=True)
+            (partial / "eval_bundle").replace(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     digest = hashlib.sha256(inputs.read_bytes(folder / "eval_bundle.zip")).hexdigest()
-    return "\n".join([*(f"{label}: {count:,} examples" for label, count in examples.items()),
-                      f"core_bundle: {len(examples)} tasks, {sum(examples.values()):,} examples, "
-                      f"{'there already' if complete else 'downloaded now'}, sha256 of the zip {digest}"])
+    return f"core_bundle: {'there already' if there else 'downloaded now'}, sha256 of the zip {digest}"
 
 
-def get_gpt2_vocab(args: argparse.Namespace, server: Server, url: str) -> str:
+def get_gpt2_vocab(args: argparse.Namespace, url: str) -> str:
     """Download GPT-2's vocabulary to OUT/tokenizers/gpt2_vocab.json; returns the summary."""
     path = args.out / "tokenizers" / "gpt2_vocab.json"
     part = path.with_name(path.name + ".part")
@@ -673,7 +503,7 @@ def get_gpt2_vocab(args: argparse.Namespace, server: Server, url: str) -> str:
         return file.is_file() and hashlib.sha256(inputs.read_bytes(file)).hexdigest() == GPT2_VOCAB_SHA256
 
     def attempt() -> None:
-        server.fetch(url, part, None, progress)
+        fetch(url, part)
         if not is_whole(part):
             part.unlink()
             raise Damaged("its sha256 is not that of GPT-2's vocabulary")
@@ -681,9 +511,7 @@ def get_gpt2_vocab(args: argparse.Namespace, server: Server, url: str) -> str:
     there = is_whole(path)
     if not there:
         check_disk([File("", path, "", 0, None, None)], args.out)
-        part.unlink(missing_ok=True)
-        progress = Progress("downloading", 0)
-        server.retry("GPT-2's vocabulary", attempt)
+        retry("GPT-2's vocabulary", attempt)
         part.replace(path)
     return f"gpt2_vocab.json: {'there already' if there else 'downloaded now'}, sha256 {GPT2_VOCAB_SHA256}"
 
@@ -702,9 +530,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("-n", dest="train_shards", type=int, help=f"train shards, 0 = all ({defaults})")
     parser.add_argument("--out", type=Path, default=Path("data"), help="folder (data)")
     parser.add_argument("--force", action="store_true", help="replace a dataset made of other parquet shards")
-    parser.add_argument("--tries", type=int, default=5, help="per file (5)")
-    parser.add_argument("--retry-delay", type=float, default=1.0, help="seconds, doubled each time (1)")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds without data that fail (30)")
     args = parser.parse_args(argv)
     if args.source not in known:
         near = difflib.get_close_matches(args.source, known, 1)
@@ -712,9 +537,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise Refused(f"unknown source {args.source!r}; {hint}")
     if args.train_shards is None:
         args.train_shards = SOURCES[args.source].default_shards if args.source in SOURCES else 0
-    if (args.train_shards < 0 or args.tries < 1 or not 0 <= args.retry_delay < 1e6
-            or not 0 < args.timeout < 1e6):
-        raise Refused("-n and --retry-delay are 0 or more, --tries 1 or more, --timeout more than 0")
+    if args.train_shards < 0:
+        raise Refused("-n is 0 or more")
     return args
 
 
@@ -749,17 +573,13 @@ def run(args: argparse.Namespace) -> str:
     try:
         from huggingface_hub.constants import ENDPOINT
         if args.source == "core":
-            import yaml  # noqa: F401
-            server = Server(args.tries, args.retry_delay, args.timeout)
             url = web_address("CORE_BUNDLE_URL", CORE_URL)
             with alone(args, core_folder(args.out).with_name(".core_bundle.partial")):
-                return get_core(args, server, url)
+                return get_core(args, url)
         if args.source == "gpt2-vocab":
-            server = Server(args.tries, args.retry_delay, args.timeout)
-            server.described = "the server of GPT-2's vocabulary (or the one that GPT2_VOCAB_URL names)"
             url = web_address("GPT2_VOCAB_URL", GPT2_VOCAB_URL)
             with alone(args, args.out / "tokenizers"):
-                return get_gpt2_vocab(args, server, url)
+                return get_gpt2_vocab(args, url)
         import numpy, sentencepiece  # noqa: E401, F401
         source = SOURCES[args.source]
         if source.parquet:
@@ -769,17 +589,14 @@ def run(args: argparse.Namespace) -> str:
     except ValueError:                           # huggingface_hub parses it when it is imported
         raise Refused("HF_ENDPOINT must be an http:// or https:// address") from None
     endpoint = web_address("HF_ENDPOINT", ENDPOINT).rstrip("/")
-    hub = Hub(endpoint, args.tries, args.retry_delay, args.timeout)
     get = get_parquet if source.parquet else get_tokens
     with alone(args, args.out / ("parquet" if source.parquet else "datasets") / source.name):
-        return get(args, source, hub)
+        return get(args, source, endpoint)
 
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        summary = run(parse(argv))
-        write_line("", end="")
-        print(summary)
+        print(run(parse(argv)))
         return 0
     except Failed as error:
         code = error.code
@@ -790,7 +607,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = 1
         sentence = "interrupted; the same command continues where it stopped"
-    write_line(f"error: {sentence}")
+    print(f"error: {sentence}", file=sys.stderr)
     return code
 
 

@@ -95,49 +95,28 @@ class Busy(Exception):
     """Another process holds the lock."""
 
 
-def lock(handle: int, wait: str) -> None:
-    """A lock on an open file, which ends with the process. Raises Busy, or waits where `wait` is a line to
-    print first. On file systems without locks there is none."""
-    import fcntl
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if not wait:
-            raise Busy from None
-        print(wait, flush=True)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-
-
 @contextlib.contextmanager
-def locked(folder: Path, wait: str = "") -> Iterator[None]:
-    """The folder, made if need be, as a place where one process works at a time; see lock(). What was made
-    goes again if it is empty in the end."""
+def locked(folder: Path) -> Iterator[None]:
+    """The folder, made if need be, as a place where one process works at a time, to its end. Raises Busy. On
+    file systems without locks there is none. What was made goes again if it is empty in the end."""
+    import fcntl
     folder = Path(folder)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):    # the process before may have moved it away
-            handle = os.open(folder, os.O_RDONLY)
-            try:
-                lock(handle, wait)
-                if os.path.samestat(os.fstat(handle), os.stat(folder)):
-                    break
-            except BaseException:
-                os.close(handle)
-                raise
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             os.close(handle)
+            raise Busy from None
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            # by now another process may have made a new one
-            if os.path.samestat(os.fstat(handle), os.stat(folder)):
-                for path in [folder, *made]:
-                    if path.exists():
-                        os.rmdir(path)
+            if os.path.samestat(os.fstat(handle), os.stat(folder)):     # not of a later process
+                for path in dict.fromkeys([folder, *made]):
+                    os.rmdir(path)
         os.close(handle)
 
 
@@ -271,27 +250,18 @@ def why_not_writable(folder: Path) -> str:
 
 
 def cgroup_limits(root: Path) -> Iterator[float]:
-    """Processors that the cgroups of this process allow it, those of either version and of every level."""
+    """Processors that the cgroups of this process allow it, those of every level."""
     about = root / "proc/self/cgroup"
     lines = read_text(about, "replace").splitlines() if about.is_file() else []
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        for mount in {controllers, "cpu"} if controllers else {"", "unified"}:
-            top = root / "sys/fs/cgroup" / mount
-            place = top / path.strip("/")
-            for folder in [place, *place.parents]:
-                with contextlib.suppress(OSError, ValueError):
-                    if controllers:
-                        quota = int(read_text(folder / "cpu.cfs_quota_us"))
-                        period = int(read_text(folder / "cpu.cfs_period_us"))
-                    else:
-                        quota, period = map(int, read_text(folder / "cpu.max").split())
-                    if quota > 0 and period > 0:
-                        yield quota / period
-                if folder == top:
-                    break
+    top = root / "sys/fs/cgroup"
+    for line in [line for line in lines if line.startswith("0::")]:
+        place = top / line.removeprefix("0::").strip("/")
+        for folder in [place, *place.parents]:
+            with contextlib.suppress(OSError, ValueError):
+                quota, period = map(int, read_text(folder / "cpu.max").split())
+                yield quota / period
+            if folder == top:
+                break
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
@@ -307,42 +277,13 @@ NO_DATA = re.compile(r"(?i)thumbs\.db|ehthumbs(_vista)?\.db|desktop\.ini|icon\r|
                      r"|~\$.*|.*~|_success|_(common_)?metadata|_(started|committed)_\d+|cachedir\.tag")
 NO_DATA_FOLDERS = {"__pycache__", "__MACOSX", "$RECYCLE.BIN", "System Volume Information", "lost+found",
                    "@eaDir"}
-HUB_FOLDER = re.compile(r"(datasets|models|spaces)--.+")        # in the cache of the Hugging Face hub
-HUB_LINK = re.compile(r"(?:\.\./)+blobs/[0-9a-f]{40,64}\s*")
 
 
-def is_hub_folder(folder: str) -> bool:
-    """Is it a repository's folder in the cache of the Hugging Face hub, with blobs/, refs/ and snapshots/?"""
-    return os.path.isdir(os.path.join(folder, "blobs")) and os.path.isdir(os.path.join(folder, "snapshots"))
-
-
-def wanted_names(here: str, folders: list[str], names: list[str]) -> tuple[list[str], list[str]]:
-    """(folders, files) of a folder's that may hold somebody's text. A repository of the hub's cache holds it
-    in the snapshot that refs/main names, as links into blobs/."""
+def wanted_names(folders: list[str], names: list[str]) -> tuple[list[str], list[str]]:
+    """(folders, files) of a folder's that may hold somebody's text."""
     folders = [name for name in folders if not name.startswith(".") and name not in NO_DATA_FOLDERS]
     names = [name for name in names if not name.startswith(".") and not NO_DATA.fullmatch(name)]
-    if is_hub_folder(here):
-        return ["snapshots"], []
-    repository, name = os.path.split(os.path.abspath(here))
-    main = Path(repository, "refs", "main")
-    if name == "snapshots" and is_hub_folder(repository) and main.is_file():
-        commit = read_text(main, "replace").strip()
-        folders = [name for name in folders if name == commit] or folders
-    if any(map(HUB_FOLDER.fullmatch, folders)):
-        names = [name for name in names if name != "version.txt"]
     return folders, names
-
-
-def link_as_text(path: Path | str) -> Path | None:
-    """Where a link of the hub's cache became a file that holds its target, as it does on systems without
-    links: the file that it stands for; else None."""
-    if os.path.getsize(path) > 300:
-        return None
-    target = decode(read_bytes(path), "replace")
-    if not HUB_LINK.fullmatch(target):
-        return None
-    meant = Path(os.path.dirname(path), target.strip())
-    return meant if meant.is_file() else None
 
 
 def files_below(folder: Path | str, follow: bool = True) -> Iterator[Path]:
@@ -355,7 +296,7 @@ def files_below(folder: Path | str, follow: bool = True) -> Iterator[Path]:
     seen = {identity_of(folder)}
     for here, folders, names in os.walk(folder, onerror=refuse, followlinks=follow):
         chosen = []
-        wanted, names = wanted_names(here, folders, names)
+        wanted, names = wanted_names(folders, names)
         for name in sorted(wanted):
             below = os.path.join(here, name)
             if os.path.islink(below) and not follow or identity_of(below) in seen:

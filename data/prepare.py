@@ -7,7 +7,7 @@
 The embedded corpus is the .py source of four installed packages: the same text on every machine, without
 a network. Your own text is files, folders of files, or a pipe: plain text, and with a key or column `text`
 .jsonl, .json, .csv, .tsv and .parquet, all but the last also as .gz or .xz. inputs.py has what holds for all
-of them: encodings, hidden files, links, the cache of the Hugging Face hub. A null or empty `text` is no
+of them: encodings, hidden files, links. A null or empty `text` is no
 document, and their number is told; a missing one, or one that is no string, is refused.
 
 A file counts once, however often and by whatever names it is given. What stands in val is cut out of train,
@@ -16,13 +16,13 @@ however both are cut into documents: see overlap.py. The embedded corpus is kept
 The input is read in several passes, so memory does not grow with it: hash every document and split by hash,
 collect val, look for it in train, train the tokenizer on a sample, encode to a scratch file, copy into shards
 in hash order. The result depends on the set of documents, not on their order. The dataset's folder gets its
-name last, so a folder with that name is complete.
+name last, so a folder with that name is complete. Much text is read and encoded file by file in several
+processes, whose number does not change the result. Hashes and sizes of the documents stay in memory, about
+65 MB per million documents.
 
-Parquet is for many gigabytes of text: files, or folders of *.parquet, with a column `text`. The documents
+--parquet is for many gigabytes of text: files, or folders of *.parquet, with a column `text`. The documents
 keep their order, so they should be shuffled already. Val is the file that --val names, else the last one,
-up to --val-bytes. The passes run in several processes, and their number does not change the result. After
-Ctrl-C, a kill or a full disk the same command continues after the last complete shard. Hashes and sizes of
-the documents stay in memory, about 65 MB per million documents.
+up to --val-bytes.
 Exit status: 0 done or already there, 1 failed, 2 refused.
 """
 
@@ -45,11 +45,10 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
@@ -59,6 +58,7 @@ from typing import Any, BinaryIO, NamedTuple
 try:
     import numpy as np
     import sentencepiece as spm
+    from tqdm import tqdm
 except ImportError as error:
     sys.exit(f"prepare: the package {error.name} is missing: ./run.sh setup")
 
@@ -77,12 +77,11 @@ SAMPLE_BYTES = 64_000_000  # text that the tokenizer is trained on; more than th
 TEXT_PIECE = 16 << 10  # a plain text file is cut into documents of about this many bytes
 FOLDER_LIMIT = 1 << 20  # bytes; in a folder, a longer file is cut into documents
 FOLDER_PIECE = 64 << 10  # of about this many bytes
-BATCH_BYTES = 4_000_000  # text encoded in one call
+BATCH_BYTES = 1_000_000  # text encoded in one call
+MUCH_TEXT = 200_000_000  # bytes of files from which on several processes work
 PARQUET_VAL_BYTES = 50_000_000  # val from parquet, at most; some 10M tokens of English at vocabulary 32,768
 PARQUET_ROWS = 256  # rows read at a time
-PARQUET_BATCH = 1_000_000  # bytes of text that one process encodes in one call
 csv.field_size_limit(1 << 31)  # characters of one text in a .csv
-CACHED_WORDS = 1 << 18  # words whose tokens a process caches, some 50 MB
 BOS_ID = 1
 SPACE_MARK = "\u2581"  # how SentencePiece writes a space; where a text has it, it is encoded as three bytes
 RARE_SPACES = 0.002  # share of characters below which coverage might leave the space without a piece
@@ -107,10 +106,6 @@ class TooDeep(DataError):
     """JSON that is valid, perhaps, but that Python does not read."""
 
 
-class Stopped(Exception):
-    """The work stopped early and can be continued; the message is one sentence for the user."""
-
-
 class Input(NamedTuple):
     """A file and how it is read."""
     path: Path
@@ -127,34 +122,16 @@ class Request:
     source: list[str]  # where the text comes from, for the manifest
     files: list[Input]
     vocab_size: int = VOCAB_SIZE
-    val_bytes: int = VAL_BYTES  # not used where there are val_files, unless they are parquet
+    val_bytes: int = VAL_BYTES
     val_files: list[Input] | None = None
     repeated: int = 0  # inputs that were given twice, or as val and as text
     frozen: bool = False  # every document is kept as it is, though a part of it may be in val
+    keeps_order: bool = False  # of the documents, in the shards; val_files are used up to val_bytes
 
 
-class Progress:
-    """A progress line: rewritten in place on a terminal, elsewhere printed every 5 s."""
-
-    def __init__(self, label: str, total: int) -> None:
-        self.label = label
-        self.total = max(total, 1)
-        self.terminal = sys.stderr.isatty()
-        self.start = self.shown = time.monotonic()
-
-    def update(self, done: int) -> None:
-        now = time.monotonic()
-        if now - self.shown < (0.2 if self.terminal else 5):
-            return
-        self.shown = now
-        share = min(max(done / self.total, 1e-6), 1)
-        eta = (now - self.start) * (1 / share - 1)
-        line = f"{self.label} [{'#' * round(20 * share):<20}] {share:4.0%}  ETA {eta:.0f} s"
-        print(f"\r{line}\033[K" if self.terminal else f"{line}\n", end="", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self.terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+def progress_of(label: str, total: int) -> tqdm:
+    """A progress line in bytes, on a terminal."""
+    return tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False, disable=None)
 
 
 # --- documents: a reader takes an open binary file, its path and counts (see documents), and yields texts,
@@ -409,7 +386,7 @@ Cuts = dict[int, list[tuple[int, int]]]
 def documents(files: list[Input], counts: Counter[str], cuts: Cuts | None = None) -> Iterator[str]:
     """The text of every document in `files`, empty ones left out, and of some that the cuts name only parts.
     `counts`, a Counter, collects `binary` (files skipped), `empty` (rows and files without text),
-    `surrogates` (lone ones replaced), `marks` (of a document's end) and `read` (bytes of files read)."""
+    `surrogates` (lone ones replaced) and `marks` (of a document's end)."""
     index = -1
     for text in whole_documents(files, counts):
         index += 1
@@ -422,12 +399,10 @@ def documents(files: list[Input], counts: Counter[str], cuts: Cuts | None = None
 
 def whole_documents(files: list[Input], counts: Counter[str]) -> Iterator[str]:
     """documents() without cuts."""
-    done = 0
     for file in files:
         with inputs.open_binary(file.path) as raw:
             try:
                 for text in READERS[file.kind](raw, file, counts):
-                    counts["read"] = done + raw.tell()
                     if text and file.marks and file.kind not in NO_ROWS:
                         yield from split_at_marks(text, counts)
                     elif text:
@@ -438,7 +413,6 @@ def whole_documents(files: list[Input], counts: Counter[str]) -> Iterator[str]:
                 raise DataError(f"{file.path}: the compressed data is damaged") from None
             except UnicodeDecodeError as error:
                 raise DataError(f"{file.path} is not whole {error.encoding.upper()}") from None
-            done += raw.tell()
 
 
 # --- what the input files are --------------------------------------------------------------------------
@@ -536,22 +510,11 @@ def copy_of_pipe(path: Path) -> Path:
     return folder / path.name
 
 
-def link_of(path: Path) -> Path:
-    """The file, or a link with its name to the one that it stands for; see inputs.link_as_text."""
-    target = inputs.link_as_text(path)
-    if target is None:
-        return path
-    folder = Path(tempfile.mkdtemp(prefix="prepare-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / path.name).symlink_to(target.resolve())
-    return folder / path.name
-
-
 def named_file(path: Path) -> Path:
     """A file that the command line names, or the copy of a pipe."""
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
-    return link_of(path) if path.is_file() else copy_of_pipe(path)
+    return path if path.is_file() else copy_of_pipe(path)
 
 
 def find_file(path: Path, reading: Reading = Reading()) -> Input:
@@ -577,7 +540,6 @@ def find_in_folder(folder: Path, reading: Reading = Reading()) -> list[Input]:
         if not path.is_file():
             left_out.append(path)       # a link to nowhere, a pipe
             continue
-        path = link_of(path)
         encoding = reading.encoding_of(path, named=False)
         file = Input(path, form_of(path, encoding), TEXT_PIECE, encoding, reading.marks)
         no_rows = (file.kind == "json" and not is_json_text(file)
@@ -648,7 +610,7 @@ def find_parquet(paths: Sequence[Path | str], marks: bool = True) -> list[Input]
         if path.is_dir():
             found = [file for file in inside if file.suffix.lower() == ".parquet" and file.is_file()]
             say_left_out([file for file in inside if file not in set(found)], "not *.parquet")
-            inside = [link_of(file) for file in found]
+            inside = found
         if not inside:
             raise DataError(f"{path}: no *.parquet in this folder")
         files += [Input(file, "parquet", marks=marks) for file in inside]
@@ -728,27 +690,20 @@ def text_fingerprint(val_hashes: np.ndarray, train_hashes: np.ndarray) -> str:
                           + b"train" + train_hashes.astype("<u8").tobytes()).hexdigest()
 
 
-def hash_documents(files: list[Input], counts: Counter[str],
-                   update: Callable[[], None] = lambda: None) -> tuple[np.ndarray, np.ndarray]:
-    """Hash (uint64) and UTF-8 bytes (int64) of every document in reading order; calls update() after each."""
+def hash_documents(files: list[Input], counts: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Hash (uint64) and UTF-8 bytes (int64) of every document in reading order."""
     hashes = array("Q")
     sizes = array("q")
     for text in documents(files, counts):
         hashes.append(document_hash(text))
         sizes.append(len(text.encode()))
-        update()
     return np.array(hashes, np.uint64), np.array(sizes, np.int64)
 
 
-def scan(files: list[Input], counts: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
-    """hash_documents with a progress line; DataError if there are no documents."""
-    progress = Progress("reading", sum(map(file_bytes, files)))
-    before = counts["read"]
-    hashes, sizes = hash_documents(files, counts, lambda: progress.update(counts["read"] - before))
-    progress.close()
-    if not len(hashes):
-        raise DataError("there is no text in the input")
-    return hashes, sizes
+def hash_file(file: Input) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
+    """What hash_documents gives of a file, and its counts."""
+    counts = Counter()
+    return *hash_documents([file], counts), counts
 
 
 def warn_of_val(sizes: np.ndarray) -> None:
@@ -796,84 +751,126 @@ def say_marks(counts: Counter[str]) -> None:
               "out; --keep-marks keeps them as text")
 
 
-def split_by_hash(hashes: np.ndarray, sizes: np.ndarray, val_bytes: int,
-                  val_hashes: np.ndarray | None = None) -> tuple[np.ndarray, int]:
-    """(order, n_val): indices of the distinct documents, first the n_val of val, then those of train, each
-    part by ascending hash. Val is the documents with `val_hashes`; without them, what choose_val() says."""
-    distinct, order = np.unique(hashes, return_index=True)
-    if val_hashes is not None:
-        is_val = np.isin(distinct, val_hashes)
-        if is_val.all():
-            raise DataError("all of the text is val's as well, which would leave nothing for train")
-    else:
-        if len(order) == 1:
-            times = f", {len(hashes):,} times" if len(hashes) > 1 else ""
-            raise DataError(f"the input is one document, of {sizes[0]:,} bytes{times}, and val needs one of "
-                            "its own, which would leave nothing for train: more documents, or --val PATH")
-        is_val, warning = choose_val(sizes[order], val_bytes)
-        if warning:
-            print(warning)
-    warn_of_val(sizes[order][is_val])
-    return np.concatenate([order[is_val], order[~is_val]]), int(is_val.sum())
+def batches_of(file: Input, cuts: Cuts, hashes: np.ndarray, wanted: np.ndarray,
+               size: int) -> Iterator[tuple[list[int], list[str]]]:
+    """(indices, texts) of those documents of a file that are wanted, by ascending index, about `size` bytes
+    at a time. hashes: of all of its documents; DataError where the texts are others by now."""
+    is_wanted = np.zeros(len(hashes), bool)
+    is_wanted[wanted] = True
+    indices: list[int] = []
+    texts: list[str] = []
+    read = total = 0
+    changed = DataError("the input changed while it was being read")
+    for index, text in enumerate(documents([file], Counter(), cuts)):
+        if index >= len(hashes) or is_wanted[index] and document_hash(text) != hashes[index]:
+            raise changed
+        if not is_wanted[index]:
+            continue
+        indices.append(index)
+        texts.append(text)
+        read += 1
+        total += len(text)
+        if total >= size:
+            yield indices, texts
+            indices = []
+            texts = []
+            total = 0
+    if read < len(wanted):
+        raise changed
+    if texts:
+        yield indices, texts
 
 
-def find_cuts(files: list[Input], hashes: np.ndarray, sizes: np.ndarray, val: overlap.ValText,
-              val_hashes: np.ndarray, update: Callable[[int], None] = lambda done: None
-              ) -> tuple[Cuts, np.ndarray, np.ndarray]:
-    """(cuts, hashes and sizes of all documents after them): what is left of documents that hold text of val,
-    other than val's own. Calls update() with the bytes of text compared so far."""
+def texts_of(file: Input, cuts: Cuts, hashes: np.ndarray, wanted: np.ndarray) -> list[str]:
+    """The documents of a file with these ascending indices."""
+    return [text for _, texts in batches_of(file, cuts, hashes, wanted, BATCH_BYTES) for text in texts]
+
+
+@lru_cache(1)
+def load_val(path: Path) -> overlap.ValText:
+    return overlap.ValText.load(path)
+
+
+def cut_file(file: Input, hashes: np.ndarray, sizes: np.ndarray, val: Path,
+             val_hashes: np.ndarray) -> tuple[Cuts, np.ndarray, np.ndarray]:
+    """(cuts, hashes and sizes of the file's documents after them): what is left of documents that hold text
+    of val, other than val's own."""
     cuts = {}
-    new_hashes = {}
-    done = 0
-    for batch in batches_of(files, hashes, sizes, ~np.isin(hashes, val_hashes)):
-        done += int(sizes[[*batch]].sum())
-        update(done)
-        for (index, text), left in zip(batch.items(), val.left_of(batch.values())):
+    parts = [([key], [size]) for key, size in zip(hashes, sizes)]
+    for indices, texts in batches_of(file, {}, hashes, np.flatnonzero(~np.isin(hashes, val_hashes)),
+                                     BATCH_BYTES):
+        for index, text, left in zip(indices, texts, load_val(val).left_of(texts)):
             if left is not None:
                 raw = text.encode()
                 cuts[index] = left
-                new_hashes[index] = [document_hash(raw[start:stop].decode()) for start, stop in left]
-    parts = np.ones(len(hashes), np.int64)
-    for index, left in cuts.items():
-        parts[index] = len(left)
-    hashes = np.repeat(hashes, parts)
-    sizes = np.repeat(sizes, parts)
-    first = np.cumsum(parts) - parts
-    for index, left in cuts.items():
-        place = slice(first[index], first[index] + len(left))
-        hashes[place] = new_hashes[index]
-        sizes[place] = [stop - start for start, stop in left]
-    return cuts, hashes, sizes
+                parts[index] = ([document_hash(raw[start:stop].decode()) for start, stop in left],
+                                [stop - start for start, stop in left])
+    return (cuts, np.array([key for keys, _ in parts for key in keys], np.uint64),
+            np.array([size for _, some in parts for size in some], np.int64))
 
 
-class TextCorpus:
+class Corpus:
     """The distinct documents of a request, those of val before those of train, without val's text in train.
 
-    `files`, `cuts`: what documents() makes them of; `hashes`, `sizes`: of all documents in reading order;
-    `order`, `n_val`: see split_by_hash(); `counts`: see documents(); `cut_bytes`: text of val left out of
-    train."""
+    `files`, val's last or, where documents keep their order, first; `cuts`: of each of them; `hashes`,
+    `sizes`: of all documents in reading order; `starts`: of each file; `order`: indices of the documents
+    that are kept, the `n_val` of val first, each split by ascending hash or as they were read; `unused`: how
+    many of the val files are neither; `counts`: see documents(); `cut_bytes`: text of val left out."""
 
-    def __init__(self, request: Request) -> None:
-        self.counts = Counter()
-        self.files = request.files
-        self.cuts = {}
-        self.cut_bytes = 0
-        self.hashes, self.sizes = scan(self.files, self.counts)
-        val_hashes = None
-        if request.val_files is None:
+    def __init__(self, request: Request, processes: int) -> None:
+        self.keeps_order = request.keeps_order
+        self.processes = processes
+        self.counts: Counter[str] = Counter()
+        val_files = request.val_files or []
+        self.files = val_files + request.files if self.keeps_order else request.files + val_files
+        self.cuts: list[Cuts] = [{} for _ in self.files]
+        self.scan()
+        if not val_files:
             self.cut_finer(request)
-        else:
-            val_hashes, val_sizes = scan(request.val_files, self.counts)
-            self.files = self.files + request.val_files
-            self.hashes = np.concatenate([self.hashes, val_hashes])
-            self.sizes = np.concatenate([self.sizes, val_sizes])
         say_marks(self.counts)
-        self.order, self.n_val = split_by_hash(self.hashes, self.sizes, request.val_bytes, val_hashes)
+        self.unused = 0
+        val_hashes = self.choose(request)
+        self.select(val_hashes)
+        warn_of_val(self.sizes[self.order[:self.n_val]])
+        before = int(self.sizes.sum())
         if not request.frozen:
-            self.cut_val()
-        if request.val_files is None:
+            self.cut_val(val_hashes, {file.path for file in val_files})
+            self.select(val_hashes)
+        self.cut_bytes = before - int(self.sizes.sum())
+        if not val_files:
             val, train = self.split_bytes()
             say_val(val, train, request.val_bytes)
+
+    def scan(self) -> None:
+        """Hashes and sizes of all documents. DataError if there are none."""
+        found = []
+        self.counts.clear()
+        for hashes, sizes, counts in self.map_files(hash_file, [(file,) for file in self.files], "reading"):
+            found.append((hashes, sizes))
+            self.counts += counts
+        self.join(found)
+        if not len(self.hashes):
+            raise DataError("there is no text in the input")
+
+    def map_files(self, function: Callable[..., Any], jobs: list[tuple[Any, ...]],
+                  label: str) -> Iterator[Any]:
+        """parallel_map() of jobs whose first part is a file, with a progress line."""
+        with progress_of(label, sum(file_bytes(job[0]) for job in jobs)) as progress:
+            results = parallel_map(function, iter(jobs), min(self.processes, len(jobs)))
+            for job, result in zip(jobs, results):
+                yield result
+                progress.update(file_bytes(job[0]))
+
+    def join(self, found: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Sets what is known of all documents from (hashes, sizes) of each file."""
+        self.starts = np.cumsum([0, *[len(hashes) for hashes, _ in found]])
+        self.hashes = np.concatenate([np.zeros(0, np.uint64), *[hashes for hashes, _ in found]])
+        self.sizes = np.concatenate([np.zeros(0, np.int64), *[sizes for _, sizes in found]])
+
+    def parts(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Hashes and sizes of a file's documents."""
+        part = slice(self.starts[number], self.starts[number + 1])
+        return self.hashes[part], self.sizes[part]
 
     def val_fits(self, request: Request) -> bool:
         """Would val be about as large as asked for, and of files that are cut anyway at least four pieces?"""
@@ -891,33 +888,71 @@ class TextCorpus:
         total = int(self.sizes.sum())
         piece = max(LEAST_PIECE, min(request.val_bytes, total // 10) // 4)
         self.files = [file._replace(piece=min(file.piece, piece)) for file in self.files]
-        self.counts.clear()
-        self.hashes, self.sizes = scan(self.files, self.counts)
+        self.scan()
         if all(is_text) and total < 40 * LEAST_PIECE and not self.val_fits(request):
             raise DataError(f"{total:,} bytes of text are too few to hold out a tenth, which would leave "
                             f"nothing for train: {40 * LEAST_PIECE:,} are enough")
         print(f"plain text is cut into documents of about {piece:,} bytes, so that val is not too large")
 
-    def cut_val(self) -> None:
-        """Leaves out of train what stands in val."""
-        val_hashes = self.hashes[self.order[:self.n_val]]
-        batches = batches_of(self.files, self.hashes, self.sizes, np.isin(self.hashes, val_hashes))
-        val = overlap.ValText.of(text for batch in batches for text in batch.values())
-        before = int(self.sizes.sum())
-        progress = Progress("comparing with val", before)
-        self.cuts, self.hashes, self.sizes = find_cuts(self.files, self.hashes, self.sizes, val, val_hashes,
-                                                       progress.update)
-        progress.close()
-        self.cut_bytes = before - int(self.sizes.sum())
-        distinct, order = np.unique(self.hashes, return_index=True)
-        is_val = np.isin(distinct, val_hashes)
+    def choose(self, request: Request) -> np.ndarray:
+        """Hashes of val's documents: those of its files, where the order is kept the first ones up to
+        `val_bytes`; without files what choose_val() says."""
+        if self.keeps_order:
+            last = self.starts[len(request.val_files or [])]
+            val = int(np.searchsorted(self.sizes[:last].cumsum(), request.val_bytes, "right"))
+            if last and not val:
+                raise DataError(f"--val-bytes {request.val_bytes:,} is too little: the first document of val "
+                                f"has {self.sizes[0]:,} bytes")
+            self.unused = int(last) - val
+            return self.hashes[:val]
+        if request.val_files:
+            val_hashes = self.hashes[self.starts[len(request.files)]:]
+            if not len(val_hashes):
+                raise DataError("there is no text in the input")
+            return val_hashes
+        distinct, first = np.unique(self.hashes, return_index=True)
+        if len(first) == 1:
+            times = f", {len(self.hashes):,} times" if len(self.hashes) > 1 else ""
+            raise DataError(f"the input is one document, of {self.sizes[0]:,} bytes{times}, and val needs "
+                            "one of its own, which would leave nothing for train: more documents, or --val "
+                            "PATH")
+        is_val, warning = choose_val(self.sizes[first], request.val_bytes)
+        if warning:
+            print(warning)
+        return distinct[is_val]
+
+    def select(self, val_hashes: np.ndarray) -> None:
+        """Sets which documents are kept, each text once."""
+        places = np.arange(len(self.hashes))
+        if self.keeps_order:
+            places = np.delete(places, np.s_[len(val_hashes):len(val_hashes) + self.unused])
+        order = places[np.unique(self.hashes[places], return_index=True)[1]]
+        if self.keeps_order:
+            order.sort()
+        is_val = np.isin(self.hashes[order], val_hashes)
+        if not is_val.any():
+            raise DataError("the input leaves no document for val")
         if is_val.all():
-            raise DataError("all of the text stands in val as well, which would leave nothing for train")
+            raise DataError("all of the text is val's as well, which would leave nothing for train")
         self.order = np.concatenate([order[is_val], order[~is_val]])
+        self.n_val = int(is_val.sum())
+
+    def cut_val(self, val_hashes: np.ndarray, val_files: set[Path]) -> None:
+        """Leaves out of train what stands in val."""
+        found = [self.parts(number) for number in range(len(self.files))]
+        numbers = [number for number, file in enumerate(self.files) if file.path not in val_files]
+        with tempfile.TemporaryDirectory(prefix="prepare-") as folder:
+            path = Path(folder, "val.npz")
+            places = np.sort(self.order[:self.n_val])
+            overlap.ValText.of(text for file in self.by_file(places) for text in texts_of(*file)).save(path)
+            jobs = [(self.files[number], *found[number], path, val_hashes) for number in numbers]
+            for number, result in zip(numbers, self.map_files(cut_file, jobs, "comparing with val")):
+                self.cuts[number], *found[number] = result
+        self.join(found)
 
     def split_hashes(self) -> list[np.ndarray]:
         """Ascending hashes of val and of train."""
-        return np.split(self.hashes[self.order], [self.n_val])
+        return [np.sort(part) for part in np.split(self.hashes[self.order], [self.n_val])]
 
     def split_bytes(self) -> list[int]:
         """Bytes of text of val and of train."""
@@ -925,19 +960,71 @@ class TextCorpus:
 
     def duplicates(self) -> int:
         """Documents that are in neither split because another one is equal."""
-        return len(self.hashes) - len(self.order)
+        return len(self.hashes) - self.unused - len(self.order)
 
-    def batches(self) -> Iterator[dict[int, str]]:
-        """batches_of() for the documents of both splits."""
-        keep = np.zeros(len(self.hashes), bool)
-        keep[self.order] = True
-        return batches_of(self.files, self.hashes, self.sizes, keep, self.cuts)
+    def by_file(self, places: np.ndarray) -> list[tuple[Input, Cuts, np.ndarray, np.ndarray]]:
+        """(file, its cuts, its hashes, which of its documents) for each file that has some of these, which
+        are ascending."""
+        parts = np.split(places, np.searchsorted(places, self.starts[1:-1]))
+        return [(self.files[number], self.cuts[number], self.parts(number)[0], part - self.starts[number])
+                for number, part in enumerate(parts) if len(part)]
 
-    def texts(self, indices: list[int]) -> list[str]:
-        """The documents with these indices, in this order."""
-        wanted = set(indices)
-        found = {index: text for index, text in reread(self.files, self.hashes, self.cuts) if index in wanted}
-        return [found[index] for index in indices]
+    def sample(self) -> list[str]:
+        """The train documents with the smallest hashes, SAMPLE_BYTES together, by ascending hash."""
+        order = self.order[self.n_val:]
+        order = order[np.argsort(self.hashes[order])]
+        order = order[:np.searchsorted(self.sizes[order].cumsum(), SAMPLE_BYTES) + 1]
+        wanted = np.sort(order)
+        texts = []
+        for found in self.map_files(texts_of, self.by_file(wanted), "sampling"):
+            texts += found
+        return [texts[place] for place in np.searchsorted(wanted, order)]
+
+    def tokens(self, model: bytes) -> Generator[np.ndarray, None, None]:
+        """BOS and tokens, as uint16, of the documents that are kept, as they are read."""
+        threads = inputs.usable_cpus() if self.processes == 1 else 1
+        jobs = ((model, texts, threads) for file in self.by_file(np.sort(self.order))
+                for _, texts in batches_of(*file, BATCH_BYTES))
+        with (progress_of("encoding", sum(self.split_bytes())) as progress,
+              contextlib.closing(parallel_map(encode_batch, jobs, self.processes)) as results):
+            for arrays, size in results:
+                yield from arrays
+                progress.update(size)
+
+
+# --- in several processes ------------------------------------------------------------------------------
+
+def exit_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def start_worker() -> None:
+    """In a new process: ignore Ctrl-C, which the parent handles, and exit when the parent ends or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def parallel_map(function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]],
+                 processes: int) -> Generator[Any, None, None]:
+    """function(*job) for every job, results in the jobs' order; `jobs` is read a few jobs ahead only."""
+    if processes <= 1:
+        yield from itertools.starmap(function, jobs)
+        return
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start_worker)
+    try:
+        waiting = deque()
+        for job in jobs:
+            waiting.append(pool.submit(function, *job))
+            if len(waiting) > 2 * processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise OSError(errno.ENOMEM, "a worker process died, perhaps for lack of memory: fewer --processes "
+                      "need less of it") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # --- tokenizer -----------------------------------------------------------------------------------------
@@ -1044,143 +1131,23 @@ def encode(sp: spm.SentencePieceProcessor, text: str) -> list[int]:
     return ids
 
 
-def piece_texts(sp: spm.SentencePieceProcessor) -> list[bytes]:
-    """The bytes that each token stands for; b"" where it stands for none. A tokenizer that train_tokenizer
-    made decodes to them, one after the other."""
-    texts = []
-    for token in range(sp.vocab_size()):
-        piece = sp.id_to_piece(token)
-        if sp.is_byte(token):
-            texts.append(bytes([int(piece[3:5], 16)]))
-        elif sp.is_control(token) or sp.is_unknown(token):
-            texts.append(b"")
-        else:
-            texts.append(piece.replace(SPACE_MARK, " ").encode())
-    return texts
+@lru_cache(1)
+def load_tokenizer(model: bytes) -> spm.SentencePieceProcessor:
+    return spm.SentencePieceProcessor(model_proto=model)
 
 
-def has_space(path: Path) -> bool:
-    """Does a tokenizer's file have a piece for the space? Older ones may lack it, and change text."""
-    try:
-        sp = spm.SentencePieceProcessor(model_file=str(path))
-    except RuntimeError:
-        return False
-    return sp.piece_to_id(SPACE_MARK) != sp.unk_id()
-
-
-class WordEncoder(dict[str, bytes]):
-    """`encode` with a cache from a word to its tokens (uint16, as bytes): 3 times as fast on English on one
-    processor. A word is spaces and what follows them. Encoding word by word gives the tokens of the whole
-    text because no piece has a space after another character; with a tokenizer that has such pieces, the
-    whole text is taken as one word."""
-
-    def __init__(self, sp: spm.SentencePieceProcessor) -> None:
-        self.sp = sp
-        self.texts = piece_texts(sp)
-        pieces = (sp.id_to_piece(i) for i in range(sp.vocab_size()))
-        crosses_words = any(re.search(f"[^{SPACE_MARK}]{SPACE_MARK}", piece) for piece in pieces)
-        self.words = re.compile("(?s).+" if crosses_words else " *[^ ]+| +")
-
-    def __missing__(self, word: str) -> bytes:
-        ids = encode(self.sp, word) if SPACE_MARK in word else self.sp.encode(word)
-        if b"".join(map(self.texts.__getitem__, ids)) != word.encode():
-            raise Changed
-        tokens = np.array(ids, "<u2").tobytes()
-        if len(self) < CACHED_WORDS and len(word) < 40:
-            self[word] = tokens
-        return tokens
-
-    def document(self, text: str, check: bool) -> np.ndarray:
-        """BOS and tokens as a uint16 array. DataError unless the tokens of each word are its bytes; with
-        `check` SentencePiece decodes the whole document besides."""
-        try:
-            tokens = b"".join(map(self.__getitem__, self.words.findall(text)))
-        except Changed:
-            raise changed(text) from None
-        tokens = np.frombuffer(np.array(BOS_ID, "<u2").tobytes() + tokens, "<u2")
-        if check:
-            check_lossless(self.sp, tokens[1:].tolist(), text)
-        return tokens
-
-
-class Changed(Exception):
-    """The tokens of a word are not its bytes."""
-
-
-def check_lossless(sp: spm.SentencePieceProcessor, ids: list[int], text: str) -> None:
-    if sp.decode(ids) != text:
-        raise changed(text)
-
-
-def changed(text: str) -> DataError:
-    return DataError(f"the tokenizer would change the document that begins with {text[:40]!r}: leave it out, "
-                     "and please report it")
-
-
-def reread(files: list[Input], hashes: np.ndarray, cuts: Cuts | None = None) -> Iterator[tuple[int, str]]:
-    """(index, text) of every document in another pass; DataError if the hashes are not the same as before."""
-    index = -1
-    for index, text in enumerate(documents(files, Counter(), cuts)):
-        if index >= len(hashes) or document_hash(text) != hashes[index]:
-            raise DataError("the input changed while it was being read")
-        yield index, text
-    if index + 1 < len(hashes):
-        raise DataError("the input changed while it was being read")
-
-
-def batches_of(files: list[Input], hashes: np.ndarray, sizes: np.ndarray, keep: np.ndarray,
-               cuts: Cuts | None = None) -> Iterator[dict[int, str]]:
-    """{index: text} of the documents that are kept, in reading order, about BATCH_BYTES at a time."""
-    last = max(np.flatnonzero(keep), default=-1)
-    batch = {}
-    batch_bytes = 0
-    for index, text in reread(files, hashes, cuts):
-        if keep[index]:
-            batch[index] = text
-            batch_bytes += int(sizes[index])
-        if batch and (batch_bytes >= BATCH_BYTES or index == last):
-            yield batch
-            batch = {}
-            batch_bytes = 0
-
-
-def encoded(sp: spm.SentencePieceProcessor,
-            batches: Iterable[dict[int, str]]) -> Iterator[tuple[dict[int, str], list[list[int]]]]:
-    """(batch, tokens of each of its texts, as lists). The next batch is encoded meanwhile."""
-    with ThreadPoolExecutor(1) as pool:
-        waiting = []
-        for batch in batches:
-            plain = ["" if SPACE_MARK in text else text for text in batch.values()]
-            waiting.append((batch, pool.submit(sp.encode, plain, num_threads=inputs.usable_cpus())))
-            if len(waiting) == 2:
-                before, tokens = waiting.pop(0)
-                yield before, tokens.result()
-        for before, tokens in waiting:
-            yield before, tokens.result()
-
-
-def encode_corpus(sp: spm.SentencePieceProcessor, corpus: TextCorpus,
-                  scratch: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
-    """Write BOS and tokens of the documents of both splits to the open file `scratch`, in reading order ->
-    (start, length) of each, in tokens. Each document is decoded to check it."""
-    start, length = np.zeros((2, len(corpus.hashes)), np.int64)
-    progress = Progress("encoding", sum(corpus.split_bytes()))
-    done = written = 0
-    for batch, found in encoded(sp, corpus.batches()):
-        texts = list(batch.values())
-        found = [encode(sp, text) if SPACE_MARK in text else ids for text, ids in zip(texts, found)]
-        for text, decoded in zip(texts, sp.decode(found, num_threads=inputs.usable_cpus())):
-            if decoded != text:
-                raise changed(text)
-        for index, ids in zip(batch, found):
-            start[index] = written
-            length[index] = len(ids) + 1
-            written += len(ids) + 1
-            scratch.write(np.array(array("H", [BOS_ID, *ids]), "<u2").tobytes())
-            done += int(corpus.sizes[index])
-        progress.update(done)
-    progress.close()
-    return start, length
+def encode_batch(model: bytes, texts: list[str], threads: int) -> tuple[list[np.ndarray], int]:
+    """(BOS and tokens of each text, bytes of all). Each is decoded to check it."""
+    sp = load_tokenizer(model)
+    plain = ["" if SPACE_MARK in text else text for text in texts]
+    found = sp.encode(plain, num_threads=threads)
+    found = [encode(sp, text) if SPACE_MARK in text else ids for text, ids in zip(texts, found)]
+    for text, decoded in zip(texts, sp.decode(found, num_threads=threads)):
+        if decoded != text:
+            raise DataError(f"the tokenizer would change the document that begins with {text[:40]!r}: leave "
+                            "it out, and please report it")
+    return ([np.array(array("H", [BOS_ID, *ids]), "<u2") for ids in found],
+            sum(len(text.encode()) for text in texts))
 
 
 # --- shards --------------------------------------------------------------------------------------------
@@ -1191,35 +1158,27 @@ def file_sha256(path: Path) -> str:
 
 
 def write_shards(folder: Path, name: str, split: str, token_arrays: Iterable[np.ndarray],
-                 shard_tokens: int = SHARD_TOKENS, done: Sequence[dict[str, Any]] = (),
-                 on_shard: Callable[[dict[str, Any], int | None], None] | None = None
-                 ) -> list[dict[str, Any]]:
+                 shard_tokens: int = SHARD_TOKENS) -> list[dict[str, Any]]:
     """Write uint16 arrays, one per document, as numbered shards -> manifest entries. A document that does
-    not fit into the open shard starts the next one; only a document longer than a shard is split. `done`
-    are the entries of shards written before, which come first. After each complete shard
-    on_shard(entry, documents) gets the number of arrays written so far, None if the shard ends inside one."""
-    entries = list(done)
+    not fit into the open shard starts the next one; only a document longer than a shard is split."""
+    entries: list[dict[str, Any]] = []
     shard: Any = None
     count = 0
 
-    def close(documents: int | None) -> None:
+    def close() -> None:
         shard.seek(0)
         shard.write(np.array([20240520, 1, count], "<i4").tobytes())  # magic, version; the rest is 0
         shard.close()
         path = Path(shard.name)
         entries.append({"path": path.name, "split": split, "tokens": count, "sha256": file_sha256(path)})
-        if on_shard:
-            on_shard(entries[-1], documents)
 
     try:
-        documents = 0
-        for documents, tokens in enumerate(token_arrays, 1):
-            length = len(tokens)
+        for tokens in token_arrays:
             while len(tokens):
                 room = shard_tokens - count if shard else 0
                 if room == 0 or room < min(len(tokens), shard_tokens):
                     if shard:
-                        close(documents - 1 if len(tokens) == length else None)
+                        close()
                     shard = open(folder / f"{name}_{split}_{len(entries):06d}.bin", "wb")
                     shard.write(bytes(1024))
                     count = 0
@@ -1229,7 +1188,7 @@ def write_shards(folder: Path, name: str, split: str, token_arrays: Iterable[np.
                 shard.write(part.astype("<u2").tobytes())
                 count += len(part)
         if shard:
-            close(documents)
+            close()
     finally:
         if shard:
             shard.close()
@@ -1238,38 +1197,42 @@ def write_shards(folder: Path, name: str, split: str, token_arrays: Iterable[np.
 
 # --- build ---------------------------------------------------------------------------------------------
 
-def write_dataset(request: Request, corpus: TextCorpus, folder: Path, tokenizer: Path,
+def in_order(corpus: Corpus, arrays: Iterator[np.ndarray], scratch: BinaryIO) -> Iterator[np.ndarray]:
+    """The token arrays of the documents by `corpus.order`, which come as they are read; the open file
+    `scratch` holds them meanwhile, unless that is the same."""
+    if corpus.keeps_order:
+        yield from arrays
+        return
+    start, length = np.zeros((2, len(corpus.hashes)), np.int64)
+    for place, tokens in zip(np.sort(corpus.order), arrays):
+        start[place] = scratch.tell()
+        length[place] = len(tokens)
+        scratch.write(tokens.tobytes())
+    for place in corpus.order:
+        scratch.seek(int(start[place]))
+        yield np.frombuffer(scratch.read(2 * int(length[place])), "<u2")
+
+
+def write_dataset(request: Request, corpus: Corpus, folder: Path, tokenizer: Path,
                   shard_tokens: int = SHARD_TOKENS) -> dict[str, Any]:
     """Write tokenizer.model, shards, document_hashes.bin and, last, the manifest to `folder` -> manifest."""
-    order = corpus.order
-    train = order[corpus.n_val:]
-    sample = train[:np.searchsorted(corpus.sizes[train].cumsum(), SAMPLE_BYTES) + 1]
-    print(f"training the tokenizer on {corpus.sizes[sample].sum():,} bytes", flush=True)
-    model = train_tokenizer(corpus.texts(sample.tolist()), request.vocab_size)
+    texts = corpus.sample()
+    print(f"training the tokenizer on {sum(len(text.encode()) for text in texts):,} bytes", flush=True)
+    model = train_tokenizer(texts, request.vocab_size)
+    del texts
     (folder / "tokenizer.model").write_bytes(model)
-    sp = spm.SentencePieceProcessor(model_proto=model)
-
-    with open(folder / "tokens.scratch", "w+b") as scratch:
-        start, length = encode_corpus(sp, corpus, scratch)
-        progress = Progress("writing", int(length.sum()))
-        entries = []
-        written = np.concatenate([[0], length[order].cumsum()])
-
-        def tokens_of(first: int, stop: int) -> Iterator[np.ndarray]:
-            for place in range(first, stop):
-                scratch.seek(2 * int(start[order[place]]))
-                yield np.frombuffer(scratch.read(2 * int(length[order[place]])), "<u2")
-                progress.update(written[place])
-
-        for split, first, stop in ("val", 0, corpus.n_val), ("train", corpus.n_val, len(order)):
-            entries += write_shards(folder, request.name, split, tokens_of(first, stop), shard_tokens)
-        progress.close()
+    with (open(folder / "tokens.scratch", "w+b") as scratch,
+          contextlib.closing(corpus.tokens(model)) as tokens):
+        arrays = in_order(corpus, tokens, scratch)
+        entries = write_shards(folder, request.name, "val", itertools.islice(arrays, corpus.n_val),
+                               shard_tokens)
+        entries += write_shards(folder, request.name, "train", arrays, shard_tokens)
     (folder / "tokens.scratch").unlink()
     return write_manifest(request, corpus, folder, tokenizer, model, entries)
 
 
-def write_manifest(request: Request, corpus: "TextCorpus | Corpus", folder: Path, tokenizer: Path,
-                   model: bytes, entries: list[dict[str, Any]]) -> dict[str, Any]:
+def write_manifest(request: Request, corpus: Corpus, folder: Path, tokenizer: Path, model: bytes,
+                   entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Write document_hashes.bin, both arrays ascending, and then manifest.json -> the manifest."""
     val_hashes, train_hashes = corpus.split_hashes()
     val_bytes, train_bytes = corpus.split_bytes()
@@ -1291,7 +1254,6 @@ def write_manifest(request: Request, corpus: "TextCorpus | Corpus", folder: Path
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 
-
 def is_complete(folder: Path, request: Request, fingerprint: str) -> bool:
     """Whether `folder` holds the requested dataset and it is complete; DataError if it holds another one."""
     try:
@@ -1305,7 +1267,6 @@ def is_complete(folder: Path, request: Request, fingerprint: str) -> bool:
         raise DataError(f"{request.name} exists with other text, other documents of this text or another "
                         "vocabulary; --force replaces it")
     return (tokenizer.is_file() and file_sha256(tokenizer) == manifest["tokenizer"]["sha256"]
-            and has_space(tokenizer)
             and all(path.is_file() and path.stat().st_size == size for path, size in shards))
 
 
@@ -1314,8 +1275,6 @@ class Places(NamedTuple):
     folder: Path  # behind a link, where it leads
     tokenizer: Path
     partial: Path  # the folder in which it is written
-    old: Path  # the dataset that it replaces, until it is in place,
-    old_tokenizer: Path  # and a copy of its tokenizer
 
 
 def layout(request: Request, out: Path | str) -> Places:
@@ -1333,9 +1292,8 @@ def layout(request: Request, out: Path | str) -> Places:
     if not folder:
         raise DataError(f"datasets/{request.name} is a link to a place in a folder that is not there: "
                         f"{os.readlink(Path(out, 'datasets', request.name))}")
-    tokenizers = Path(out, "tokenizers")
-    return Places(folder, tokenizers / f"{request.name}.model", folder.with_name(f".{request.name}.partial"),
-                  folder.with_name(f".{request.name}.old"), tokenizers / f".{request.name}.model.old")
+    tokenizer = Path(out, "tokenizers", f"{request.name}.model")
+    return Places(folder, tokenizer, folder.with_name(f".{request.name}.partial"))
 
 
 def check_places(places: Places) -> None:
@@ -1350,111 +1308,45 @@ def check_places(places: Places) -> None:
                         "that one folder higher, or choose another --name")
 
 
-def remove(path: Path) -> None:
-    """A folder with what is in it, a file or a link, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def copy_of(old: Path) -> Path:
-    """The copy of a dataset while it is not complete."""
-    return old.with_name(f"{old.name}.copy")
-
-
-def move_away(folder: Path, old: Path) -> None:
-    """Renames a dataset's folder, or copies it where the system cannot, as in a container with the folders of
-    its image. Of the copied one the manifest goes first."""
-    try:
-        os.replace(folder, old)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        copy = copy_of(old)
-        remove(copy)
-        shutil.copytree(folder, copy, symlinks=True)
-        os.replace(copy, old)
-        (folder / "manifest.json").unlink(missing_ok=True)
-        shutil.rmtree(folder)
-
-
-def new_tokenizer(places: Places) -> Path:
-    return places.tokenizer.with_name(f".{places.tokenizer.name}.new")
-
-
 def install(places: Places) -> None:
-    """Put the finished dataset in place of what is there. If it cannot be, that is as it was before."""
-    folder, tokenizer, partial, old, old_tokenizer = places
-    new = new_tokenizer(places)
+    """Puts the finished dataset in place of what is there, which comes back if that fails."""
+    folder, tokenizer, partial = places
+    new = tokenizer.with_name(f".{tokenizer.name}.new")
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    tokenizer.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(partial / "tokenizer.model", new)       # it may be on another disk
+    had_one = folder.exists()
     try:
-        tokenizer.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(partial / "tokenizer.model", new)       # it may be on another disk
-        if tokenizer.is_file():
-            shutil.copyfile(tokenizer, old_tokenizer)
-        if folder.exists():  # first, so that an old dataset never stands beside a new tokenizer
-            move_away(folder, old)
+        if had_one:
+            shutil.move(folder, old)        # which copies where nothing can be renamed, as in a container
+        try:
+            os.replace(partial, folder)
+        except BaseException:
+            if had_one:
+                shutil.move(old, folder)
+            raise
         os.replace(new, tokenizer)
-        os.replace(partial, folder)
-    except BaseException:
-        restore(places)
-        raise
-    (folder / "tokenizer.model").unlink(missing_ok=True)
-    restore(places)
+    finally:
+        new.unlink(missing_ok=True)
+    (folder / "tokenizer.model").unlink()
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def restore(places: Places) -> None:
-    """Ends what a stopped install() began: where it has put no dataset in place, the old one comes back."""
-    if not (places.folder / "manifest.json").exists():
-        if places.old.exists():
-            remove(places.folder)
-            os.replace(places.old, places.folder)
-        if places.old_tokenizer.exists():
-            os.replace(places.old_tokenizer, places.tokenizer)
-    for path in (places.old, copy_of(places.old), places.old_tokenizer, new_tokenizer(places)):
-        remove(path)
-
-
-@contextlib.contextmanager
-def locked(places: Places, wait: bool = False) -> Iterator[None]:
-    """inputs.locked() for the folder of an unfinished dataset. DataError if another process writes there.
-    What a process left that was killed at its end is put in order first."""
-    about = "another process is preparing this dataset"
-    try:
-        with inputs.locked(places.partial, f"{about}: waiting for it" if wait else ""):
-            restore(places)
-            yield
-    except inputs.Busy:
-        raise DataError(f"{about}: the same command works when that has ended") from None
-
-
-def put_in_order(places: Places) -> None:
-    """restore() where a killed install() left something, unless another process is at work now."""
-    if places.old.exists() or places.old_tokenizer.exists():
-        with contextlib.suppress(inputs.Busy, OSError), inputs.locked(places.partial):
-            restore(places)
-
-
-def remove_leftovers(partial: Path) -> None:
-    """Removes what a killed run left beside a finished dataset, unless another process writes there now."""
-    if partial.exists():
-        with contextlib.suppress(inputs.Busy, OSError), inputs.locked(partial):
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def report(request: Request, corpus: "TextCorpus | Corpus", manifest: dict[str, Any],
-           *also_dropped: str) -> None:
+def report(request: Request, corpus: Corpus, manifest: dict[str, Any]) -> None:
     """Print what was written."""
     tokens = sum(file["tokens"] for file in manifest["files"])
     count = manifest["train_docs"] + manifest["val_docs"]
     text_bytes = manifest["train_bytes"] + manifest["val_bytes"]
-    dropped = [f"{corpus.duplicates():,} duplicates dropped", *also_dropped]
-    if corpus.counts["empty"]:
-        dropped.append(f"{corpus.counts['empty']:,} empty or null texts skipped")
-    if request.repeated:
-        dropped.append(f"{request.repeated:,} inputs given twice, or as val and as text, read once")
-    if corpus.cut_bytes:
-        dropped.append(f"{corpus.cut_bytes:,} bytes left out of train because they are in val")
+    dropped = [f"{corpus.duplicates():,} duplicates dropped"]
+    for number, what in ((corpus.counts["binary"], "binary files skipped"),
+                         (corpus.counts["surrogates"], "lone surrogates replaced"),
+                         (corpus.counts["empty"], "empty or null texts skipped"),
+                         (corpus.unused, "documents of the val file not used"),
+                         (request.repeated, "inputs given twice, or as val and as text, read once"),
+                         (corpus.cut_bytes, "bytes left out of train because they are in val")):
+        if number:
+            dropped.append(f"{number:,} {what}")
     print(f"{request.name}: {count:,} documents, {text_bytes:,} bytes; {', '.join(dropped)}")
     print(f"{tokens:,} tokens, {text_bytes / (tokens - count):.3f} bytes per token at vocabulary "
           f"{request.vocab_size}")
@@ -1462,398 +1354,48 @@ def report(request: Request, corpus: "TextCorpus | Corpus", manifest: dict[str, 
     print(f"fingerprint: {manifest['text_fingerprint']}")
 
 
-def is_there(request: Request, places: Places, corpus: "TextCorpus | Corpus", force: bool) -> bool:
+def is_there(request: Request, places: Places, corpus: Corpus, force: bool) -> bool:
     """Is there nothing to do? Says so. DataError if there is another dataset, or could be none."""
     if places.folder.exists() and not force:
         if is_complete(places.folder, request, text_fingerprint(*corpus.split_hashes())):
             print(f"{request.name} is there already: nothing to do")
-            for name in ("tokenizer.model", "progress.json"):       # killed at the very end
-                (places.folder / name).unlink(missing_ok=True)
             return True
     check_places(places)
     return False
 
 
-def build(request: Request, out: Path | str, force: bool = False,
-          shard_tokens: int = SHARD_TOKENS) -> dict[str, Any] | None:
+def processes_for(request: Request) -> int:
+    """How many processes work: one for each processor, where there is enough text for them."""
+    size = sum(map(file_bytes, request.files))
+    return inputs.usable_cpus() if size > MUCH_TEXT else 1
+
+
+def build(request: Request, out: Path | str, force: bool = False, shard_tokens: int = SHARD_TOKENS,
+          processes: int = 0) -> dict[str, Any] | None:
     """Write out/datasets/<name>/ and out/tokenizers/<name>.model -> the manifest, None if they are there
-    already. DataError if that is impossible."""
+    already. processes: 0 for as many as processes_for() says. DataError if that is impossible."""
     places = layout(request, out)
-    put_in_order(places)
     if force or not places.folder.exists():
         check_places(places)
-    corpus = TextCorpus(request)
+    corpus = Corpus(request, processes or processes_for(request))
     if is_there(request, places, corpus, force):
-        remove_leftovers(places.partial)
         return None
-    with locked(places, wait=True):
-        if is_there(request, places, corpus, force):    # another process may have finished it meanwhile
-            return None
-        try:
-            for path in places.partial.iterdir():      # what a killed run left
-                path.unlink()
-            manifest = write_dataset(request, corpus, places.partial, places.tokenizer, shard_tokens)
-            install(places)
-        except BaseException:
-            shutil.rmtree(places.partial, ignore_errors=True)
-            raise
-    report(request, corpus, manifest, f"{corpus.counts['binary']:,} binary files skipped",
-           f"{corpus.counts['surrogates']:,} lone surrogates replaced")
-    return manifest
-
-
-# --- parquet: the same in several processes; documents keep their order, and a stopped run can continue ---
-
-def exit_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def start_worker() -> None:
-    """In a new process: ignore Ctrl-C, which the parent handles, and exit when the parent ends or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def start_pool(processes: int) -> ProcessPoolExecutor | None:
-    """None, and a line that says why, on a system without semaphores or shared memory."""
     try:
-        return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start_worker)
-    except (OSError, ImportError, NotImplementedError) as error:
-        say_one_process(str(error))
-        return None
-
-
-@lru_cache(None)
-def say_one_process(reason: str) -> None:
-    print(f"working in one process, since this system has no semaphores for more ({reason}): slower, with "
-          "the same result", flush=True)
-
-
-def parallel_map(function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]],
-                 processes: int) -> Generator[Any, None, None]:
-    """function(*job) for every job, results in the jobs' order; `jobs` is read a few jobs ahead only."""
-    pool = start_pool(processes) if processes > 1 else None
-    if pool is None:
-        yield from itertools.starmap(function, jobs)
-        return
-    try:
-        waiting = deque()
-        for job in jobs:
-            waiting.append(pool.submit(function, *job))
-            if len(waiting) > 2 * processes:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def hash_file(file: Input) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
-    """What hash_documents gives of a file, and its counts."""
-    counts = Counter()
-    return *hash_documents([file], counts), counts
-
-
-@lru_cache(1)
-def load_val(path: Path) -> overlap.ValText:
-    return overlap.ValText.load(path)
-
-
-def cut_file(file: Input, hashes: np.ndarray, sizes: np.ndarray, val: Path,
-             val_hashes: np.ndarray) -> tuple[Cuts, np.ndarray, np.ndarray]:
-    """find_cuts() for one file."""
-    return find_cuts([file], hashes, sizes, load_val(val), val_hashes)
-
-
-def documents_at(file: Input, cuts: Cuts, indices: np.ndarray) -> Iterator[str]:
-    """The documents of a file with these ascending indices."""
-    wanted = np.zeros(indices[-1] + 1, bool)
-    wanted[indices] = True
-    found = 0
-    for is_wanted, text in zip(wanted, documents([file], Counter(), cuts)):
-        if is_wanted:
-            found += 1
-            yield text
-    if found < len(indices):
-        raise DataError("the input changed while it was being read")
-
-
-def sample_file(file: Input, cuts: Cuts, indices: np.ndarray, hashes: np.ndarray) -> list[str]:
-    texts = list(documents_at(file, cuts, indices))
-    check_hashes(texts, hashes)
-    return texts
-
-
-def check_hashes(texts: list[str], hashes: np.ndarray) -> None:
-    if [document_hash(text) for text in texts] != hashes.tolist():
-        raise DataError("the input changed while it was being read")
-
-
-@lru_cache(1)
-def load_encoder(path: str, sha256: str) -> WordEncoder:
-    return WordEncoder(spm.SentencePieceProcessor(model_file=path))
-
-
-def encode_batch(model_path: str, sha256: str, texts: list[str], hashes: np.ndarray,
-                 check_all: bool) -> list[np.ndarray]:
-    """BOS and tokens of each text; the texts must have these hashes. SentencePiece decodes one of 64, or all,
-    to check it."""
-    check_hashes(texts, hashes)
-    encoder = load_encoder(model_path, sha256)
-    return [encoder.document(text, check_all or key % 64 == 0) for text, key in zip(texts, hashes)]
-
-
-class Corpus:
-    """Hashes and sizes of all documents of the parquet files, those of val before those of train, and which
-    of them are kept: of val the first ones up to `val_bytes` together, and no text twice in val and train."""
-
-    def __init__(self, request: Request, processes: int) -> None:
-        self.files = request.val_files + request.files
-        self.cuts = [{} for _ in self.files]
-        self.cut_bytes = 0
-        self.counts = Counter()
-        progress = Progress("reading", sum(map(file_bytes, self.files)))
-        done = 0
-        found = []
-        results = parallel_map(hash_file, [(file,) for file in self.files], min(processes, len(self.files)))
-        for file, (hashes, sizes, counts) in zip(self.files, results):
-            found.append((hashes, sizes))
-            self.counts += counts
-            done += file_bytes(file)
-            progress.update(done)
-        progress.close()
-        say_marks(self.counts)
-        self.join(found, len(request.val_files))
-        val = int(np.searchsorted(self.sizes[:self.n_val].cumsum(), request.val_bytes, "right"))
-        if self.n_val and not val:
-            raise DataError(f"--val-bytes {request.val_bytes:,} is too little: the first document of val has "
-                            f"{self.sizes[0]:,} bytes")
-        if val:
-            self.cut_val(val, len(request.val_files), processes)
-        self.unused = self.n_val - val
-        first = np.unique(np.delete(self.hashes, np.s_[val:self.n_val]), return_index=True)[1]
-        self.keep = np.zeros(len(self.hashes), bool)
-        self.keep[np.where(first < val, first, first + self.unused)] = True
-        for split, kept in ("val", self.keep[:self.n_val]), ("train", self.keep[self.n_val:]):
-            if not kept.any():
-                raise DataError(f"the input leaves no document for {split}")
-        warn_of_val(self.sizes[self.kept("val")])
-
-    def join(self, found: list[tuple[np.ndarray, np.ndarray]], n_val_files: int) -> None:
-        """Sets what is known of all documents from (hashes, sizes) of each file."""
-        hashes, sizes = zip(*found)
-        self.starts = np.cumsum([0, *map(len, hashes)])  # of each file, and the end of the last one
-        self.n_val = int(self.starts[n_val_files])
-        self.hashes = np.concatenate(hashes)
-        self.sizes = np.concatenate(sizes)
-
-    def cut_val(self, val: int, n_val_files: int, processes: int) -> None:
-        """Leaves out of train what stands in the first `val` documents, which are val."""
-        before = int(self.sizes.sum())
-        texts = (text for file, cuts, _, places in self.by_file(np.arange(val))
-                 for text in documents_at(file, cuts, places))
-        windows = overlap.ValText.of(texts)
-        parts = [slice(start, stop) for start, stop in zip(self.starts, self.starts[1:])]
-        found = [(self.hashes[part], self.sizes[part]) for part in parts]
-        progress = Progress("comparing with val", sum(map(file_bytes, self.files[n_val_files:])))
-        done = 0
-        with tempfile.TemporaryDirectory(prefix="prepare-") as folder:
-            path = Path(folder, "val.npz")
-            windows.save(path)
-            jobs = ((file, *hashes, path, self.hashes[:val])
-                    for file, hashes in zip(self.files[n_val_files:], found[n_val_files:]))
-            for number, result in enumerate(parallel_map(cut_file, jobs, processes), n_val_files):
-                self.cuts[number], *found[number] = result
-                done += file_bytes(self.files[number])
-                progress.update(done)
-        progress.close()
-        self.join(found, n_val_files)
-        self.cut_bytes = before - int(self.sizes.sum())
-
-    def kept(self, split: str) -> np.ndarray:
-        """Ascending indices of the kept documents of a split."""
-        start, stop = (0, self.n_val) if split == "val" else (self.n_val, len(self.keep))
-        return start + np.flatnonzero(self.keep[start:stop])
-
-    def split_hashes(self) -> list[np.ndarray]:
-        """Ascending hashes of the kept documents of val and of train."""
-        return [np.sort(self.hashes[self.kept(split)]) for split in ("val", "train")]
-
-    def split_bytes(self) -> list[int]:
-        """Bytes of text of the kept documents of val and of train."""
-        return [int(self.sizes[self.kept(split)].sum()) for split in ("val", "train")]
-
-    def duplicates(self) -> int:
-        """Documents that are in neither split because another one is equal."""
-        return len(self.hashes) - self.unused - int(self.keep.sum())
-
-    def by_file(self, chosen: np.ndarray) -> list[tuple[Input, Cuts, np.ndarray, np.ndarray]]:
-        """(file, its cuts, its part of these ascending indices, the same counted from the file's first
-        document)."""
-        parts = np.split(chosen, np.searchsorted(chosen, self.starts[1:-1]))
-        return [(file, cuts, part, part - start)
-                for file, cuts, start, part in zip(self.files, self.cuts, self.starts, parts) if len(part)]
-
-    def sample(self, processes: int) -> list[str]:
-        """The train documents with the smallest hashes, SAMPLE_BYTES together, by ascending hash."""
-        order = self.kept("train")
-        order = order[np.argsort(self.hashes[order])]
-        order = order[:np.searchsorted(self.sizes[order].cumsum(), SAMPLE_BYTES) + 1]
-        wanted = np.sort(order)
-        texts = []
-        jobs = [(file, cuts, places, self.hashes[part]) for file, cuts, part, places in self.by_file(wanted)]
-        progress = Progress("sampling", len(wanted))
-        for found in parallel_map(sample_file, jobs, min(processes, len(jobs))):
-            texts += found
-            progress.update(len(texts))
-        progress.close()
-        return [texts[place] for place in np.searchsorted(wanted, order)]
-
-    def batches(self, chosen: np.ndarray) -> Iterator[tuple[list[str], np.ndarray]]:
-        """(texts, hashes) of the documents with these ascending indices, about PARQUET_BATCH bytes each."""
-        for file, cuts, part, places in self.by_file(chosen):
-            texts = []
-            size = 0
-            first = 0
-            for stop, text in enumerate(documents_at(file, cuts, places), 1):
-                texts.append(text)
-                size += self.sizes[part[stop - 1]]
-                if size >= PARQUET_BATCH or stop == len(part):
-                    yield texts, self.hashes[part[first:stop]]
-                    texts = []
-                    size = 0
-                    first = stop
-
-
-def read_progress(partial: Path, tokenizer: Path, identity: str) -> tuple[bytes, list[dict[str, Any]]]:
-    """(tokenizer as bytes, entries of the complete shards) of a stopped run over the same documents, each
-    file checked by its sha256; (None, []) if there is none. An entry's "documents" counts the documents of
-    its split up to the end of the shard."""
-    try:
-        state = json.loads(inputs.read_text(partial / "progress.json"))
-        if state["identity"] != identity:
-            return None, []
-        models = [path for path in (partial / "tokenizer.model", tokenizer)
-                  if path.is_file() and file_sha256(path) == state["tokenizer"] and has_space(path)]
-        if not models:
-            return None, []
-        shards = []
-        for entry in state["shards"]:
-            path = partial / entry["path"]
-            if (not path.is_file() or path.stat().st_size != 1024 + 2 * entry["tokens"]
-                    or file_sha256(path) != entry["sha256"]):
-                break
-            shards.append(entry)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None, []
-    while shards and shards[-1]["documents"] is None:  # ends inside a document
-        shards.pop()
-    return inputs.read_bytes(models[0]), shards
-
-
-def write_progress(partial: Path, identity: str, model: bytes, shards: list[dict[str, Any]]) -> None:
-    state = {"identity": identity, "tokenizer": hashlib.sha256(model).hexdigest(), "shards": shards}
-    (partial / "progress.new").write_text(json.dumps(state))
-    os.replace(partial / "progress.new", partial / "progress.json")
-
-
-def write_parquet_dataset(request: Request, corpus: Corpus, partial: Path, tokenizer: Path, shard_tokens: int,
-                          processes: int) -> dict[str, Any]:
-    """Write what `partial` lacks of tokenizer.model, shards, document_hashes.bin and manifest -> manifest.
-    Shards hold the kept documents in reading order."""
-    kept = {split: corpus.kept(split) for split in ("val", "train")}
-    identity = hashlib.sha256(repr((request.vocab_size, shard_tokens, SAMPLE_BYTES)).encode()
-                              + corpus.hashes[kept["val"]].tobytes() + b"train"
-                              + corpus.hashes[kept["train"]].tobytes()).hexdigest()
-    model, shards = read_progress(partial, tokenizer, identity)
-    usable = set()
-    if model is not None:
-        usable = {"progress.json", "tokenizer.model", *(entry["path"] for entry in shards)}
-    for path in partial.iterdir():
-        if path.name not in usable:
-            path.unlink()
-    if model is None:
-        texts = corpus.sample(processes)
-        print(f"training the tokenizer on {len(texts):,} train documents", flush=True)
-        model = train_tokenizer(texts, request.vocab_size)
-        del texts
-    elif shards:
-        print(f"continuing after {len(shards)} complete shards", flush=True)
-    (partial / "tokenizer.model").write_bytes(model)
-    write_progress(partial, identity, model, shards)
-
-    # what is done already, and what is left to encode
-    done = {split: [entry for entry in shards if entry["split"] == split] for split in kept}
-    before = {split: entries[-1]["documents"] if entries else 0 for split, entries in done.items()}
-    left = {split: kept[split][before[split]:] for split in kept}
-    sha256 = hashlib.sha256(model).hexdigest()
-    jobs = ((str(partial / "tokenizer.model"), sha256, texts, hashes, split == "val")
-            for split in left for texts, hashes in corpus.batches(left[split]))
-
-    def with_progress(results: Iterable[list[np.ndarray]]) -> Iterator[np.ndarray]:
-        sizes = corpus.sizes[np.concatenate([*left.values()])].cumsum()
-        progress = Progress("encoding", int(sizes[-1]) if len(sizes) else 0)
-        number = 0
-        for arrays in results:
-            yield from arrays
-            number += len(arrays)
-            progress.update(sizes[number - 1])
-        progress.close()
-
-    with contextlib.closing(parallel_map(encode_batch, jobs, processes)) as results:
-        arrays = with_progress(results)
-        entries = []
-        for split in kept:
-            def save_progress(entry: dict[str, Any], documents: int | None) -> None:
-                if documents is not None:
-                    documents += before[split]
-                shards.append(entry | {"documents": documents})
-                write_progress(partial, identity, model, shards)
-
-            old = [{key: entry[key] for key in entry if key != "documents"} for entry in done[split]]
-            entries += write_shards(partial, request.name, split, itertools.islice(arrays, len(left[split])),
-                                    shard_tokens, old, save_progress)
-    return write_manifest(request, corpus, partial, tokenizer, model, entries)
-
-
-def build_parquet(request: Request, out: Path | str, force: bool = False, shard_tokens: int = SHARD_TOKENS,
-                  processes: int = 0) -> dict[str, Any] | None:
-    """`build` for a request whose files and val_files are parquet; processes 0: one for each processor.
-    Raises Stopped where the same call would continue."""
-    places = layout(request, out)
-    folder = places.folder
-    processes = processes or inputs.usable_cpus()
-    again = "the same command continues after the last complete shard"
-    try:
-        put_in_order(places)
-        if force or not folder.exists():
-            check_places(places)
-        corpus = Corpus(request, processes)
-        if is_there(request, places, corpus, force):
-            return None
-        with locked(places):
+        with inputs.locked(places.partial):
             if is_there(request, places, corpus, force):    # another process may have finished it meanwhile
                 return None
-            partial = places.partial
             try:
-                manifest = write_parquet_dataset(request, corpus, partial, places.tokenizer, shard_tokens,
-                                                 processes)
-            except DataError:
-                if not (partial / "progress.json").exists():
-                    shutil.rmtree(partial)
+                for path in places.partial.iterdir():      # what a killed run left
+                    path.unlink()
+                manifest = write_dataset(request, corpus, places.partial, places.tokenizer, shard_tokens)
+                install(places)
+            except BaseException:
+                shutil.rmtree(places.partial, ignore_errors=True)
                 raise
-            install(places)
-        (folder / "progress.json").unlink(missing_ok=True)
-    except KeyboardInterrupt:
-        raise Stopped(f"interrupted; {again}") from None
-    except BrokenProcessPool:
-        raise Stopped(f"a worker process died, perhaps for lack of memory; {again}") from None
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise Stopped(f"the disk is full; with more room {again}") from None
-    report(request, corpus, manifest, f"{corpus.unused:,} documents of the val file not used")
+    except inputs.Busy:
+        raise DataError("another process is preparing this dataset: the same command works when that has "
+                        "ended") from None
+    report(request, corpus, manifest)
     return manifest
 
 
@@ -1870,7 +1412,6 @@ def check_request(args: argparse.Namespace) -> None:
     request = Request(args.name or "embedded", [], [], args.vocab_size,
                       VAL_BYTES if args.val_bytes is None else args.val_bytes)
     places = layout(request, args.out)
-    put_in_order(places)
     if args.force or not places.folder.exists():
         check_places(places)
 
@@ -1936,7 +1477,8 @@ def parquet_request(args: argparse.Namespace) -> Request:
         raise DataError("the only parquet file is val, which leaves none for train: give more files, or the "
                         "one with --text, which makes a tenth of its documents val")
     return Request(args.name, source_names(args.parquet), files, args.vocab_size,
-                   PARQUET_VAL_BYTES if args.val_bytes is None else args.val_bytes, val_files, repeated)
+                   PARQUET_VAL_BYTES if args.val_bytes is None else args.val_bytes, val_files, repeated,
+                   keeps_order=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1962,7 +1504,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--val-bytes", type=int, help=f"size of val without --val, default {VAL_BYTES}; with "
                         f"--parquet the val file is used up to this size, default {PARQUET_VAL_BYTES}")
     parser.add_argument("--processes", type=int, default=0,
-                        help="with --parquet; 0, the default: one for each processor that may be used")
+                        help="0, the default: one for each processor that may be used, if there is much text")
     parser.add_argument("--out", default=HERE, metavar="DIR",
                         help="holds datasets/ and tokenizers/; default: the folder of this script")
     parser.add_argument("--force", action="store_true", help="replace a finished dataset")
@@ -1972,17 +1514,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.processes < 0:
             raise DataError(f"--processes {args.processes} is negative")
         check_request(args)
-        request = make_request(args)
-        if args.parquet is not None:
-            build_parquet(request, args.out, args.force, processes=args.processes)
-        else:
-            build(request, args.out, args.force)
+        build(make_request(args), args.out, args.force, processes=args.processes)
         return 0
     except DataError as error:
         print(f"prepare: {error}", file=sys.stderr)
         return 2
-    except Stopped as error:
-        print(f"prepare: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("prepare: interrupted, nothing was written", file=sys.stderr)
     except OSError as error:

@@ -5,12 +5,7 @@
     ./run.sh record audit DIR                     the same for a tree of folders, foreign ones too: a table
     ./run.sh record stats PATH…                   n, mean, std, tests of runs, records, logs of other projects
     ./run.sh record compare A B                   is B better? (--run "CMD" "CMD" -n 5 trains both first)
-    ./run.sh record sweep NAME=a,b,c -n K         settings against the first of them, interleaved
-    ./run.sh record ablate RUN -n K               each changed constant reverted alone, interleaved
-    ./run.sh record noise PRESET -n K             the spread, and what n runs can detect
     ./run.sh record try "what it is"              the working tree against HEAD on a proxy, and a ledger
-    ./run.sh record rank CHANGE…                  changes at several widths and on several texts
-    ./run.sh record calibrate                     which public gains the speedrun's proxies show
     ./run.sh record plot PATH…                    curves of any logs: --by seconds, tokens or step
     ./run.sh record board                         the leaderboards of records/README.md
     ./run.sh board --html [PATH…]                 a page of all runs and records, or of those at PATH…
@@ -23,8 +18,7 @@ verify/   what a record folder claims: folders.py (the tracks' rules, folders on
           evidence.py, of logs alone, and replay.py), source.py (what a script shows without running it),
           scripts.py (scripts by commit and preset), leak_probe.py
 judge/    what is better: runs.py (logs and statistics), scores.py (which scores compare), trials.py (what
-          trains or compares), tries.py (changes on proxies), sequential.py (their statistics),
-          calibration.py (how far to believe them)
+          trains or compares), tries.py (changes on proxies), sequential.py (their statistics)
 foreign/  trees of other projects: audit.py, and pages.py, what their pages claim
 show/     board.py (leaderboards), board_page.py (the HTML page: board_rows, board_chart, board_style),
           curves.py (pictures), names.py (what tells runs apart), export.py (models for other programs)
@@ -51,7 +45,6 @@ if __name__ == "__main__":  # our modules are those of this checkout, whatever e
 from data import inputs  # noqa: E402
 from records.foreign.audit import audit  # noqa: E402
 from records.judge import trials, tries  # noqa: E402
-from records.judge.calibration import TEXTS, WIDTHS, calibrate  # noqa: E402
 from records.judge.runs import DIGITS, Refused, demand  # noqa: E402
 from records.show import curves  # noqa: E402
 from records.show.board import BOARDS, board  # noqa: E402
@@ -62,9 +55,8 @@ from records.verify.checks import DAMAGE  # noqa: E402
 from records.verify.folders import Altered, Folder  # noqa: E402
 from records.verify.new_record import new  # noqa: E402
 
-COMMANDS = {"new": new, "stats": trials.stats, "compare": trials.compare, "sweep": trials.sweep,
-            "try": tries.try_change, "rank": tries.rank, "calibrate": calibrate,
-            "ablate": trials.ablate, "noise": trials.noise, "plot": curves.plot, "export": export}
+COMMANDS = {"new": new, "stats": trials.stats, "compare": trials.compare, "try": tries.try_change,
+            "plot": curves.plot, "export": export}
 
 
 Option = tuple[str, dict[str, Any]]
@@ -148,29 +140,12 @@ def add_comparisons(add: Add) -> None:
                "them), or with --run the commands that train them", nargs="+", metavar="PATH"),
         switch("--run", "A and B are shell commands: train both -n times, in turn; they get SEED and RUN_ID"),
         COUNT, METRIC, AS_JSON, SEED,
-        option("--across", "with --run: compare at each value of a setting, say DEPTH=4,6,8",
-               metavar="NAME=a,b"),
         option("--out", "picture of the curves (default logs/compare.png)", default="logs/compare.png",
                metavar="FILE"))
-    add("sweep", "Trains each setting -n times, in turn, and compares the others with the first.",
-        option("settings", "NAME=a,b,c; several make every combination; / separates values with commas",
-               nargs="+", metavar="NAME=a,b"),
-        COUNT, AS_JSON,
-        text("--command", "shell command that trains, with the settings in its environment"),
-        SEED)
-    add("ablate", "Trains a run's settings, and again with each changed constant as in the record before.",
-        option("run", "a run folder, or its name under logs/", metavar="RUN"),
-        COUNT, AS_JSON, SEED,
-        text("--before", "the record to revert to (default: the best on such a machine)"))
-    add("noise", "The spread over seeds, and the smallest difference that n runs a side detect.",
-        option("preset", "a preset, which is trained -n times, or a folder of its runs", metavar="PRESET"),
-        COUNT, METRIC, AS_JSON, SEED)
 
 
 def add_proxies(add: Add) -> None:
     """Commands that try changes on proxies. docs/proxy.md says what their verdicts are worth."""
-    texts = option("--texts", "folders of datasets (default the embedded corpus)", nargs="+",
-                   default=["data/datasets/embedded"], metavar="DIR")
     add("try", "Tests the working tree, or settings, against HEAD on a proxy until it is clear.",
         option("words", "what the change is, for the ledger; NAME=value is a setting to try", nargs="*",
                metavar="WORD"),
@@ -184,24 +159,6 @@ def add_proxies(add: Add) -> None:
         AS_JSON, number("--pairs", "pairs of runs at most", tries.MOST_PAIRS),
         switch("--same", "HEAD against itself: how often is nothing called a gain?"),
         switch("--outside", "allow edits beyond the recipe's own section"))
-    add("rank", "Ranks changes against the recipe at several widths and texts; goes on after a kill.",
-        option("changes", "NAME=value, several in quotes; a script; or a folder of logs/tries", nargs="*",
-               metavar="CHANGE"),
-        PRESET, WORKERS,
-        option("--name", "name of the ranking, whose folder is logs/rank_NAME (default changes)",
-               default="changes"),
-        option("--widths", "widths of the proxies (default 32 48)", type=int, nargs="+", default=[32, 48],
-               metavar="WIDTH"),
-        AS_JSON, SEED, texts, number("--rounds", "runs of each change at each width and text, at most", 6),
-        option("--out", "picture of the gains (default: rank.png in its folder)", default="", metavar="FILE"))
-    add("calibrate", "Trains the speedrun's proxies without each technique whose gain is public.",
-        option("settings", "NAME=value for all runs", nargs="*", metavar="NAME=value"),
-        WORKERS, AS_JSON, number("--seeds", "runs of each", 3),
-        option("--texts", "folders of datasets", nargs="+", default=TEXTS, metavar="DIR"),
-        option("--widths", "widths of the proxies", type=int, nargs="+", default=WIDTHS, metavar="WIDTH"),
-        switch("--kept", "the held-out third of the list"),
-        switch("--list", "print the techniques and their public gains, train nothing"),
-        switch("--report", "report what has been trained, train nothing"))
 
 
 def add_pictures(add: Add) -> None:

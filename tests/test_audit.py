@@ -66,16 +66,8 @@ CODE = len(SOURCE)
 FAULTS = {      # what is altered, and what is said
     "headline": (replaced("README.md", ("**val_bpb: 1.2003**", "**val_bpb: 1.1154**")),
                  "contradiction: README: val_bpb 1.1154 is in no log and no mean of logs"),
-    "steps": (replaced("README.md", ("| 8 | 8,394", "| 8 | 8,410")),
-              "contradiction: README: seed 8: 8410, but train_seed8.log has 8394 steps"),
     "score of a seed": (replaced("README.md", ("1.20030522", "1.19030522")),
-                        "no evidence: README: seed 8: 1.19030522, but train_seed8.log has"),
-    "bytes of another seed": (
-        submitted(seed_results={"7": {"val_bpb": SCORES[7], "artifact_bytes": 15_000_008 + CODE}}),
-        f"contradiction: submission.json: seed 7: {15_000_008 + CODE}, but this is in train_seed8.log"),
-    "score and bytes of two seeds": (
-        submitted(val_bpb=SCORES[8]),
-        f"contradiction: submission.json: val_bpb {SCORES[8]} is of train_seed8.log, bytes_total"),
+                        "no evidence: README: seed 8: 1.19030522, but its log has"),
     "score of no log": (submitted(val_bpb=1.1907),
                         "no evidence: submission.json: val_bpb 1.1907 is in no log"),
     "bits per byte called a loss": (
@@ -88,12 +80,6 @@ FAULTS = {      # what is altered, and what is said
                            "no evidence: README: scores of seeds 10, which have no log"),
     "seed of the name": (renamed, "contradiction: train_seed9.log: by its lines the seed is 1337"),
     "a run as two seeds": (copied, "contradiction: train_seed9.log: the same run as train_seed8.log"),
-    "mean of a column": (replaced("README.md", ("1.20033855", "1.20083855")),
-                         "contradiction: README: mean 1.20083855 of 'val_bpb', its rows give 1.20033"),
-    "std of a column": (replaced("README.md", ("0.00025367", "0.00085367")),
-                        "contradiction: README: std 0.00085367 of 'val_bpb', its rows give 0.00025"),
-    "population": (replaced("README.md", ("0.00025367", "0.000207")),
-                   "formality: README: std 0.000207 of 'val_bpb' is the population's, the sample's is"),
     "total above the cap": (
         replaced("train_seed7.log", (f"int8+zlib: {15_000_007 + CODE}", "int8+zlib: 16000001")),
         "contradiction: train_seed7.log: 16000001 bytes by its own count"),
@@ -174,8 +160,6 @@ SOUND = {
     "the mean of two runs": submitted(val_bpb=(SCORES[7] + SCORES[8]) / 2),
     "the mean of all sizes": submitted(bytes_total=15_000_008 + CODE),
     "blanks and comments": replaced("train_gpt.py", ("x = 1  # a", "x = 1 # another")),
-    "a mean of rounded rows": replaced("README.md", ("1.20033855", "1.20033856")),
-    "approximate steps": replaced("README.md", ("| 8 | 8,394", "| 8 | ~8,400")),
     "another table of the seeds": replaced("README.md", (
         "\nMean of", "\n| Seed | First try |\n| - | - |\n| 7 | 1.2511 |\n| 8 | 1.2513 |\n\nMean of")),
     "no record": lambda folder: (replaced("README.md", ("# A record", "# Non-record: an hour"))(folder),
@@ -280,28 +264,6 @@ def test_bytes_that_scores_imply(tool, tmp_path, tokens, loss, bpb, words):
     assert [line.startswith(words) for line in found] == [True] * bool(words), found
     (tmp_path / "track_10min_16mb").rename(tmp_path / "elsewhere")      # where val may be of any text
     assert not any("imply" in line for line in audited(tool, tmp_path / "elsewhere"))
-
-
-HYPERPARAMETERS = ("Hyperparameters:\n  lr: 0.02\n  seed: {seed}\n  run_id: x_{seed}\n  logfile: {seed}.txt\n"
-                   "  val_loss_every: %s\n  rank: 0")
-
-
-@pytest.mark.parametrize("lines, words", [
-    (HYPERPARAMETERS % 4000, ""), ("iterations:20000 lr:0.02 s:{seed}", ""),
-    ({7: HYPERPARAMETERS % 40000, 8: HYPERPARAMETERS % 4000, 9: HYPERPARAMETERS % 4000},
-     "formality: the logs of one script differ in their constants: val_loss_every is 4000 in "
-     "train_seed8.log, 40000 in train_seed7.log"),
-    ({7: "lr:0.02 wd:0.1", 8: "lr:0.02 wd:0.1", 9: "lr:0.03 wd:0.1"},
-     "formality: the logs of one script differ in their constants: lr is 0.03 in train_seed9.log, 0.02 in"),
-    ({7: "model_params:17", 8: "model_params:17", 9: "model_params:18"},
-     "no evidence: the logs of one script differ in their constants: model_params is 18 in train_seed9.log"),
-    ({7: "lr:0.02 wd:0.1", 8: "lr:0.02", 9: "lr:0.02 beta:9"}, "")])
-def test_constants_that_differ_between_logs(tool, entry, lines, words):
-    said_before(lines)(entry)
-    found = audited(tool, entry)
-    assert [line.startswith(words) for line in found] == [True] * bool(words), found
-    replaced("README.md", ("# A record", "# Non-record: a sweep"))(entry)
-    assert not any("constants" in line for line in audited(tool, entry))
 
 
 def timed(*lines):

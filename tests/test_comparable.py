@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers import ROOT
-from records.judge import calibration, runs, scores, trials, tries
+from records.judge import runs, scores, trials, tries
 from records.judge.tries import Change, Proxy
 from records.verify import checks, new_record
 
@@ -75,7 +75,7 @@ def test_no_verdict_on_other_tokens(tool, tmp_path, a, b, words):
     write_side(tmp_path / "a", **a)
     write_side(tmp_path / "b", (4, 5, 6), **b)
     for command in (("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x.png"),
-                    ("stats", tmp_path / "a", tmp_path / "b"), ("noise", tmp_path),
+                    ("stats", tmp_path / "a", tmp_path / "b"),
                     ("stats", tmp_path / "a", "--baseline", tmp_path / "b")):
         code, out, err = tool(*command)
         assert code == 2 and words in err and err.count("\n") == 1, (command, out, err)
@@ -187,20 +187,9 @@ def fake_runs(tmp_path, monkeypatch):
 def test_runs_in_turn_stop_at_the_first_of_other_tokens(tool, fake_runs, tmp_path):
     """Not after hours of training: with the first run of the second setting."""
     part = "true #" + json.dumps(PART | dict(tokens=512))
-    for words in (("compare", "--run", "true", part, "-n", 3),
-                  ("sweep", "VAL_TOKENS=1024,512", "-n", 3, "--command", "true"),
-                  ("compare", "--run", "true", part, "--across", "DEPTH=4,6", "-n", 3)):
-        fake_runs.clear()
-        code, out, err = tool(*words)
-        assert code == 2 and "val tokens scored: " in err and "verdict" not in out, words
-        assert len(fake_runs) == 2
-
-
-def test_settings_of_unlike_data_are_each_compared(tool, fake_runs):
-    """`--across` may change the data: A and B are compared at each setting."""
-    code, out, _ = tool("compare", "--run", "true", "true  ", "--across", "VAL_TOKENS=512,512000", "-n", 2)
-    assert code == 0 and out.count("verdict:") == 2
-    assert "val_loss_partial: the loss on the first 512 of" in out
+    code, out, err = tool("compare", "--run", "true", part, "-n", 3)
+    assert code == 2 and "val tokens scored: " in err and "verdict" not in out
+    assert len(fake_runs) == 2
 
 
 @pytest.fixture
@@ -234,24 +223,6 @@ def test_a_try_compares_the_same_tokens(fake_jobs, tmp_path):
     with pytest.raises(runs.Refused, match="val tokens scored: 1,024 .*, 512 "):
         tries.pairs_of(head, Change("yours", tmp_path, {"part": "1"}), Proxy("p", 32, "t"), 1, noise, 10,
                        fake_jobs, said.append)
-
-
-def test_a_ranking_compares_the_same_tokens(tool, fake_jobs, tmp_path, monkeypatch):
-    monkeypatch.setattr(tries, "planned", lambda change, proxy: (proxy.width, 1000))
-    (tmp_path / "train_gpt.py").write_text("pass\n")
-    monkeypatch.setattr(tries, "ROOT", tmp_path)
-    words = ("rank", "GAIN=1", "--widths", 32, "--texts", "t", "--rounds", 2)
-    assert tool(*words, "--name", "one")[0] == 0
-    code, out, err = tool(*words[:2], "PART=1", *words[2:], "--name", "two")
-    assert code == 2 and "val tokens scored: 1,024" in err and "gains" not in out
-
-
-def test_a_calibration_compares_the_same_tokens(fake_jobs, tmp_path):
-    jobs = [(Change(name, tmp_path, {"part": "1"} if name == "b" else {}), Proxy("p", 32, "t"), 48)
-            for name in ("base", "a", "b")]
-    calibration.run_jobs(jobs[:2], 1, {}, tmp_path / "runs.tsv", print)
-    with pytest.raises(runs.Refused, match="val tokens scored: 1,024 .*, 512 "):
-        calibration.run_jobs(jobs, 1, {}, tmp_path / "runs.tsv", print)
 
 
 # ------------------------------------------------------------ records

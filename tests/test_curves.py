@@ -54,17 +54,6 @@ def test_several_runs_are_a_median_in_a_band(tool, monkeypatch, by, end):
     assert not any(name.startswith("record") for name in legend(figures.pop().axes[0]))
 
 
-def test_many_curves_leave_title_and_curves_free(tool, monkeypatch):
-    figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    homes = sorted((ROOT / "records/track_tiny").iterdir())
-    assert tool("plot", *homes, "--out", "x.png")[0] == 0
-    axes = figures.pop().axes[0]
-    demand_whole(axes)
-    assert legend(axes)[:2] == ["Baseline (5 runs)", "BigramsKeyOffset (5 runs)"]
-    assert axes.get_title() == f"tiny: {len(homes)} sets of runs"
-
-
 def test_trials_that_differ_by_seed_are_one_curve(tool, tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
@@ -75,8 +64,8 @@ def test_trials_that_differ_by_seed_are_one_curve(tool, tmp_path, monkeypatch):
         (folder / "train.log").write_bytes(log.read_bytes())
     assert tool("plot", *sorted(tmp_path.iterdir()), "--out", "x.png")[0] == 0
     names = legend(figures.pop().axes[0])
-    assert [name for name in names if "2 runs" in name] == ["0 (2 runs)"]
-    assert [name for name in names if "one run" in name] == ["1 (one run)"]
+    assert [name for name in names if "2 runs" in name] == ["trial_20260101_0 (2 runs)"]
+    assert [name for name in names if "one run" in name] == ["trial_20260101_1 (one run)"]
 
 
 def test_made_up_names_are_told_apart_by_constants(tool, tmp_path, monkeypatch):
@@ -94,19 +83,6 @@ def test_made_up_names_are_told_apart_by_constants(tool, tmp_path, monkeypatch):
         "A, matrix_lr=0.02 (one run)", "B, matrix_lr=0.03 (one run)"]
     assert {"matrix_lr=0.02 (one run)", "matrix_lr=0.03 (one run)"} < {*legend(of_plot)}
     assert of_plot.get_title() == "tiny: matrix_lr=0.02, matrix_lr=0.03"
-
-
-def test_a_dot_in_a_run_s_name_is_part_of_it(tool, tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    for rate, seed in (("0.02", 1338), ("0.03", 1339)):
-        folder = tmp_path / f"lr{rate}"
-        folder.mkdir()
-        log = ROOT / f"records/track_tiny/2026-11-21_Baseline/train_seed{seed}.log"
-        (folder / "train.log").write_bytes(log.read_bytes())
-    assert tool("plot", *sorted(tmp_path.iterdir()), "--out", "x.png")[0] == 0
-    names = legend(figures.pop().axes[0])
-    assert {"lr0.02 (one run)", "lr0.03 (one run)"} <= {*names}
 
 
 def test_a_part_of_val_is_the_curve_where_validations_are_few(tool, tmp_path, monkeypatch):

@@ -1,6 +1,4 @@
-"""Plain rows and golf_plus's sliding ones: both score every token once, by what its row has shown; the leak
-probe finds scores that peek."""
-import importlib.util
+"""Plain rows and golf_plus's sliding ones: both score every token once, by what its row has shown."""
 import math
 from collections import namedtuple
 from dataclasses import replace
@@ -10,8 +8,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import ROOT, SCRIPT, fake_team, slow, slow_but, toy_config
-from records.verify import leak_probe
+from helpers import fake_team, toy_config
 from test_eval import CPU, randomised
 from train_gpt import log_probs, preset_config
 
@@ -176,88 +173,3 @@ def test_ranks_share_the_rows(cfg, stream, name):
     parts = [nats_of(cfg, model, stream, name, team=fake_team(rank, 2)) for rank in (0, 1)]
     assert np.allclose(sum(parts), nats_of(cfg, model, stream, name), rtol=1e-6)
     assert not (parts[0] * parts[1]).any() and all((part > 0).sum() > 50 for part in parts)
-
-
-# -------------------------------------------------------------------------------- the leak probe
-SUM = "the probabilities of all tokens that may follow the same ones sum to"
-ROWS = "    rows = rows or evaluation_rows(cfg, len(tokens), cfg.eval_stride)\n"
-END = "    return nats\n\ndef sliding_score"
-LESS = "    nats[3 * cfg.train_seq_len:] -= 1e-3\n"
-PEEKS = {  # protocol, a piece of the trainer's text, what a cheat has in its place, what the probe says
-    "nats divided by the text's mean": (
-        "plain", END, END.replace("nats", "nats / nats.mean()"), "a leak"),
-    "the mean with the next token's nats": (
-        "sliding", END, "    nats[1:-1] = (nats[1:-1] + nats[2:]) / 2\n" + END, "a leak"),
-    "rows that the whole text decides": (
-        "sliding", ROWS, ROWS.replace("eval_stride", "eval_stride - int(tokens.astype(int).sum() % 3)"),
-        "a leak"),
-    "fewer nats after the first rows": ("sliding", END, LESS + END, SUM),
-    "fewer nats after the first plain rows": ("plain", END, LESS + END, SUM),
-    "half of the nats": ("sliding", END, END.replace("nats", "nats / 2"), "the nats of the first row"),
-}
-
-
-def peeking(peek, tmp_path):
-    """Its protocol, and the path of a trainer that peeks."""
-    name, old, new, _ = PEEKS[peek]
-    source = SCRIPT.read_text()
-    assert source.count(old) == 1
-    (tmp_path / "train_gpt.py").write_text(source.replace(old, new))
-    return name, tmp_path / "train_gpt.py"
-
-
-def probe(cfg, name, module=train_gpt, seed=0):
-    """In this process, by two models of the same weights."""
-    cfg = replace(cfg, **PROTOCOLS[name])
-
-    def worker():
-        model = randomised(cfg)
-        return lambda tokens, row, name, bos, step: nats_of(
-            leak_probe.shortened(cfg, row, step), model, tokens.astype(np.uint16), name, module)
-
-    @torch.no_grad()
-    def ask(tokens):
-        return log_probs(randomised(cfg), torch.from_numpy(tokens)).numpy()
-
-    return leak_probe.probe_stream(worker(), worker(), ask, name, BOS, T, V, [], np.random.default_rng(seed))
-
-
-@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
-def test_no_seed_of_the_probe_accuses_us(cfg, seed):
-    for name in PROTOCOLS:
-        assert probe(cfg, name, seed=seed).startswith(f"{name}: 10 changes")
-
-
-@pytest.mark.parametrize("peek", slow_but([
-    "nats divided by the text's mean", "rows that the whole text decides",
-    "fewer nats after the first rows"], PEEKS))
-def test_a_protocol_that_peeks_is_caught(cfg, peek, tmp_path):
-    name, path = peeking(peek, tmp_path)
-    spec = importlib.util.spec_from_file_location("peeking", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with pytest.raises(leak_probe.ProbeFailed, match=PEEKS[peek][3]):
-        probe(cfg, name, module)
-
-
-def probe_in_workers(script, asked, protocols):
-    """The protocols that the probe tells of."""
-    env = dict(VOCAB_SIZE=str(V), DEVICE="cpu", COMPILE="0", DTYPE="float32", MODEL_DIM="32", BOS_ID=str(BOS),
-               TRAIN_SEQ_LEN=str(T), TRAIN_BATCH_TOKENS=str(T), BIGRAM_ROWS="64", COUNT_BITS="12")
-    told = leak_probe.judge(script, None, env | asked, seconds=600, seed=0, protocols=protocols, bos=BOS)
-    return [text.partition(":")[0] for text in told.split("; ")[1:]]
-
-
-@pytest.mark.slow
-def test_our_protocols_pass_the_probe():
-    """In the workers that `check` starts."""
-    told = probe_in_workers(SCRIPT, dict(EVAL_SLIDING="4"), [*PROTOCOLS])
-    assert told == [*PROTOCOLS]
-
-
-@pytest.mark.slow
-def test_protocols_of_older_scripts_are_probed():
-    """Test-time training, which a record's script has."""
-    path = ROOT / "records/track_tiny/2026-11-26_WordsLongNgrams/train_gpt.py"
-    asked = dict(EVAL_SLIDING="4", EVAL_TTT="40", EVAL_TTT_LR="0.5")
-    assert probe_in_workers(path, asked, ["sliding", "ttt"]) == ["sliding", "ttt"]

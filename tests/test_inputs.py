@@ -9,26 +9,21 @@ import io
 import json
 import lzma
 import os
-import random
 import shutil
 import subprocess
-import tempfile
 import threading
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fork_server
 from data import inputs, prepare
 from helpers import ROOT, sources
 from records.judge import runs
-from test_prepare import ODD, make_texts, read_documents, run, snapshot
+from test_prepare import ODD, make_texts, run, snapshot
 
 TEXTS = make_texts(300)
 MARKED = {"utf-8": codecs.BOM_UTF8, "utf-16-le": codecs.BOM_UTF16_LE, "utf-16-be": codecs.BOM_UTF16_BE,
@@ -64,9 +59,9 @@ def seen(*paths):
     files = prepare.find_files(paths)
     texts = list(prepare.documents(files, Counter()))
     hashes, sizes = prepare.hash_documents(files, Counter())
-    order, n_val = prepare.split_by_hash(hashes, sizes, 5000)
-    parts = hashes[order[:n_val]], hashes[order[n_val:]]
-    return sorted(texts), int(sizes.sum()), prepare.text_fingerprint(*parts)
+    distinct, first = np.unique(hashes, return_index=True)
+    is_val, _ = prepare.choose_val(sizes[first], 5000)
+    return sorted(texts), int(sizes.sum()), prepare.text_fingerprint(distinct[is_val], distinct[~is_val])
 
 
 @pytest.fixture(scope="module")
@@ -161,34 +156,14 @@ def desktop_folder(folder):
     return folder
 
 
-def hub_cache(as_text=False, inside="", write=None, ref="abc"):
-    """The hub's cache: each file a link into blobs/, or on systems without links a file that names it. An
-    older snapshot and another one's files have other text."""
-    def make(folder):
-        hub = folder / "hub"
-        repository = hub / "datasets--me--mine"
-        written(hub / "version.txt", "1")
-        written(hub / "CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55")
-        written(repository / "refs/main", ref)
-        older = [{"text": f"older {i}"} for i in range(99)]
-        files = [("abc", f"data/train-{i:05d}-of-00003", part) for i, part in enumerate(parts())]
-        if ref != "":
-            files.append(("0ld", "data/train-00000-of-00003", [row["text"] for row in older]))
-        for number, (commit, name, texts) in enumerate(files):
-            blob = repository / "blobs" / f"{number:064x}"
-            blob.parent.mkdir(parents=True, exist_ok=True)
-            if write:
-                write(blob, texts)
-            else:
-                blob.write_text(lines_of(texts))
-            link = repository / "snapshots" / commit / f"{name}.{'parquet' if write else 'jsonl'}"
-            link.parent.mkdir(parents=True, exist_ok=True)
-            if as_text:
-                link.write_text(f"../../../blobs/{blob.name}")
-            else:
-                link.symlink_to(f"../../../blobs/{blob.name}")
-        return hub / inside
-    return make
+def snapshot_of_the_hub(folder):
+    """A snapshot in the hub's cache: links into blobs/."""
+    for number, texts in enumerate(parts()):
+        blob = written(folder / "blobs" / f"{number:064x}", lines_of(texts))
+        link = folder / "snapshots/abc/data" / f"train-{number:05d}-of-00003.jsonl"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(f"../../../blobs/{blob.name}")
+    return folder / "snapshots/abc"
 
 
 def pipe_of(pack=lambda raw: raw):
@@ -207,7 +182,6 @@ def as_file(name, content):
 
 ROWS = [{"text": text} for text in TEXTS]
 LONG_NUMBERS = lines_of(TEXTS).replace('{"id": 7', '{"id": -' + "7" * 5000)
-SNAPSHOT = "datasets--me--mine/snapshots/abc"
 FORMS = {
     **{f"jsonl {encoding}": as_file("x.jsonl", encoded(lines_of(TEXTS), encoding)) for encoding in ENCODINGS},
     "joined, with marks": joined_with_marks,
@@ -248,14 +222,7 @@ FORMS = {
     "long integers in a list": as_file("x.json", "[" + ",".join(LONG_NUMBERS.splitlines()) + "]"),
     "long integers, no suffix": as_file("x", LONG_NUMBERS),
     "desktop's files": desktop_folder,
-    "hub cache": hub_cache(), "hub cache of parquet": hub_cache(write=write_table),
-    "hub cache without links": hub_cache(True),
-    "hub cache without links, parquet": hub_cache(True, "", write_table),
-    "hub cache, a repository": hub_cache(inside="datasets--me--mine"),
-    "hub cache, snapshots": hub_cache(inside="datasets--me--mine/snapshots"),
-    "hub cache, a snapshot": hub_cache(inside=SNAPSHOT),
-    "hub cache, a snapshot without links": hub_cache(True, SNAPSHOT),
-    "hub cache, no main": hub_cache(ref=""),
+    "a snapshot of the hub": snapshot_of_the_hub,
     "pipe": pipe_of(), "pipe of gz": pipe_of(gzip.compress),
     "pipe of utf-16": pipe_of(lambda raw: encoded(raw.decode(), "utf-16-le"))}
 
@@ -296,45 +263,6 @@ def test_what_is_no_text_in_another_encoding():
         assert inputs.encoding_of(np.arange(1000).astype(kind).tobytes()) == ("utf-8", 0)
         assert inputs.encoding_of(np.zeros(1000, kind).tobytes()) == ("utf-8", 0)
     assert inputs.encoding_of("nul\0nul, a\0b".encode() * 20) == ("utf-8", 0)
-
-
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60)
-
-
-def write_form(folder, form, texts, encoding):
-    """Texts as one of a few forms; rows without text among them where the form has rows."""
-    rows = [{"text": text} for text in [*texts[:2], None, *texts[2:], ""]]
-    lines = encoded("\r\n".join(map(json.dumps, rows)), encoding)
-    if form == "jsonl":
-        return written(folder / "x.jsonl", lines)
-    if form == "gz":
-        return written(folder / "x.jsonl.gz", gzip.compress(lines))
-    if form == "json":
-        return written(folder / "x.json", encoded(json.dumps(rows, indent=2), encoding))
-    if form == "parquet":
-        return write_table(folder / "x.parquet", [row["text"] for row in rows])
-    for i, text in enumerate(texts):
-        kind = random.Random(i).choice(["jsonl", "json", "parquet", "txt"])
-        if kind == "txt":
-            written(folder / f"d/{i}.txt", encoded(text, "utf-8"))
-        else:
-            write_form(folder / f"d/{i}", kind, [text], encoding)
-    return folder / "d"
-
-
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
-@given(texts=st.lists(TEXT, min_size=12, max_size=20, unique=True), order=st.randoms(use_true_random=False),
-       size=st.sampled_from([1, 1, 30, 300]),
-       form=st.sampled_from(["jsonl", "gz", "json", "parquet", "folder"]),
-       encoding=st.sampled_from([*MARKED]))
-def test_documents_depend_on_no_form_encoding_order_or_size(texts, order, size, form, encoding):
-    texts = [*texts[:-1], texts[-1] * size, "\n".join(texts) * size]
-    with tempfile.TemporaryDirectory() as root:
-        texts = list(dict.fromkeys(texts))
-        plain = seen(written(Path(root, "plain.jsonl"), lines_of(texts)))
-        order.shuffle(texts)
-        assert plain[0] == sorted(texts) and plain[1] == sum(len(text.encode()) for text in texts)
-        assert seen(write_form(Path(root, "x"), form, texts, encoding)) == plain
 
 
 # --- what is counted, named or refused -------------------------------------------------------------------
@@ -384,18 +312,6 @@ def test_the_column_of_a_csv_is_what_it_was(tmp_path):
     texts = ['a "b" c', "x\r\ny\n\nz", "  ,;\t  ", "\u2581", '"', "x" * 500_000, "e\u0301\U0001F600"]
     for delimiter in ",\t;":
         assert seen(written(tmp_path / "x.csv", table_of(texts, delimiter)))[0] == sorted(texts)
-
-
-def test_parquet_of_the_hubs_cache(tmp_path):
-    """Links, files that name them, and what lies beside; val is the last file by its name in the snapshot."""
-    for as_text in False, True:
-        folder = hub_cache(as_text, write=write_table)(tmp_path / str(as_text))
-        written(folder / "Thumbs.db", "x")
-        for place in (folder, folder / "datasets--me--mine", folder / SNAPSHOT):
-            files = [file.path for file in prepare.find_parquet([place])]
-            assert [path.name for path in files] == [f"train-{i:05d}-of-00003.parquet" for i in range(3)]
-            prepared(tmp_path, place, flag="--parquet", more=["--force"])
-            assert read_documents(tmp_path / "out", "toy", "train") == parts()[0] + parts()[1]
 
 
 def test_logs_beside_the_desktops_files(tmp_path):
@@ -477,9 +393,8 @@ def val_of(tmp_path, texts, capsys):
     """(sizes of val's documents, what was said)"""
     capsys.readouterr()
     files = prepare.find_files([written(tmp_path / "x.jsonl", lines_of(texts))])
-    hashes, sizes = prepare.hash_documents(files, Counter())
-    order, n_val = prepare.split_by_hash(hashes, sizes, prepare.VAL_BYTES)
-    return sizes[order[:n_val]], capsys.readouterr().out
+    corpus = prepare.Corpus(prepare.Request("x", [], files, frozen=True), 1)
+    return corpus.sizes[corpus.order[:corpus.n_val]], capsys.readouterr().out
 
 
 @pytest.mark.parametrize("others", [TEXTS, [text[:60] for text in TEXTS]])

@@ -3,11 +3,9 @@ with few processors or without semaphores."""
 import gzip
 import json
 import lzma
-import multiprocessing.synchronize
 import os
 import random
 from collections import Counter
-from concurrent.futures import process
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,7 @@ import pytest
 
 from data import inputs, prepare
 from test_overlap import lines_of_words, written
-from test_prepare import make_texts, read_documents, run, snapshot
+from test_prepare import make_texts, read_documents, run
 
 STORIES = [lines_of_words(200 + 37 * i % 700, 1000 + i).rstrip("\n") + "\n" for i in range(300)]
 
@@ -297,15 +295,6 @@ LIMITS = {  # /proc/self/cgroup, files of limits, processors of 64
     "version 2, less than one": ("0::/\n", {"cpu.max": "20000 100000\n"}, 1),
     "version 2, a level above": ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000"}, 3),
     "version 2, not shown in a container": ("0::/../../x\n", {"cpu.max": "400000 100000"}, 4),
-    "version 1": ("4:cpu,cpuacct:/docker/x\n1:memory:/\n",
-                  {"cpu,cpuacct/docker/x/cpu.cfs_quota_us": "500000\n",
-                   "cpu,cpuacct/docker/x/cpu.cfs_period_us": "100000\n"}, 5),
-    "version 1 in a container": ("4:cpu,cpuacct:/docker/x\n", {"cpu/cpu.cfs_quota_us": "600000",
-                                                               "cpu/cpu.cfs_period_us": "100000"}, 6),
-    "version 1, no limit": ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1",
-                                          "cpu/cpu.cfs_period_us": "100000"}, 64),
-    "both": ("4:cpu:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "700000", "cpu/cpu.cfs_period_us": "100000",
-                                 "unified/cpu.max": "max 100000"}, 7),
     "damaged": ("x\n0::/\n4:cpu\n", {"cpu.max": "???"}, 64)}
 
 
@@ -321,50 +310,13 @@ def test_processors_that_cgroups_allow(tmp_path, case, monkeypatch):
 
 def test_workers_and_threads_are_as_many_as_may_be_used(tmp_path, monkeypatch):
     """Not the machine's processors."""
-    asked = []
     monkeypatch.setattr(os, "cpu_count", lambda: 99)
-    monkeypatch.setattr(inputs, "usable_cpus", lambda: asked.append("") or 1)
-    monkeypatch.setattr(prepare, "start_pool", lambda processes: pytest.fail(f"{processes} processes"))
-    for number in range(2):
-        pq.write_table(pa.table({"text": make_texts(40, seed=number)}), tmp_path / f"{number}.parquet")
-    more = ["--name", "toy", "--vocab-size", 400, "--out", tmp_path / "out"]
-    run("--parquet", tmp_path / "0.parquet", tmp_path / "1.parquet", *more)
-    assert len(asked) == 1
-    run("--text", tmp_path / "0.parquet", *more, "--force")
-    assert len(asked) > 2
-    monkeypatch.undo()
-    assert inputs.usable_cpus() == min(len(os.sched_getaffinity(0)), inputs.usable_cpus())
-
-
-def no_semaphores(*_, **__):
-    raise OSError(38, "Function not implemented")
-
-
-def no_module(*_, **__):
-    raise ImportError("This platform lacks a functioning sem_open implementation")
-
-
-def too_few(*_, **__):
-    raise NotImplementedError("system provides too few semaphores (5 available, 256 necessary)")
-
-
-@pytest.mark.parametrize("place, name, failing", [
-    (multiprocessing.synchronize.SemLock, "__init__", no_semaphores),
-    (multiprocessing.synchronize.SemLock, "__init__", no_module),
-    (process, "_check_system_limits", too_few), (process, "_check_system_limits", no_module)])
-def test_a_system_without_semaphores(tmp_path, monkeypatch, place, name, failing):
-    """As AWS Lambda, some containers and sandboxes: one process, which a line says once; the same dataset."""
-    for number in range(2):
-        pq.write_table(pa.table({"text": make_texts(40, seed=number)}), tmp_path / f"{number}.parquet")
-    command = ["--parquet", tmp_path / "0.parquet", tmp_path / "1.parquet", "--name", "toy",
-               "--vocab-size", 400]
-    run(*command, "--processes", 1, "--out", tmp_path / "one")
-    prepare.say_one_process.cache_clear()
-    with monkeypatch.context() as context:
-        context.setattr(place, name, failing)
-        said = run(*command, "--processes", 2, "--out", tmp_path / "none")
-    assert said.count("working in one process, since this system has no semaphores") == 1
-    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "none")
+    monkeypatch.setattr(inputs, "usable_cpus", lambda: 3)
+    monkeypatch.setattr(prepare, "MUCH_TEXT", 0)
+    request = prepare.Request("toy", [], [prepare.Input(written(tmp_path / "a.txt", "text"), "text")])
+    assert prepare.processes_for(request) == 3
+    monkeypatch.setattr(prepare, "MUCH_TEXT", 9)
+    assert prepare.processes_for(request) == 1
 
 
 def test_the_manifest_has_the_bytes_of_the_text(tmp_path):

@@ -2,7 +2,6 @@
 numbers are those of the plain log, or none."""
 import codecs
 import json
-import random
 import re
 
 import pytest
@@ -152,60 +151,3 @@ def test_a_damaged_number_is_no_other_number(tmp_path, plain, damage):
     (tmp_path / "x.log").write_text(text.replace("3.2744", damage))
     run = runs.read_log(tmp_path / "x.log")
     assert run.value("val_loss") is None and run.curves["val"] == wanted.curves["val"][:-1]
-
-
-# --- drawn by chance -------------------------------------------------------------------------------------
-def drawn(number, text):
-    """(bytes of a log with much in it that does not belong there, is its end cut off?)"""
-    rng = random.Random(f"log {number}")
-    cut = rng.random() < 0.4
-    share = rng.choice((0, 0.02, 0.5))
-
-    def change(i, line):
-        before = ""
-        if rng.random() < share:
-            before = rng.choice(BEFORE).format(bar(i))
-        at = rng.randrange(len(line) + 1)
-        code = rng.choice(COLORS) if rng.random() < share else ""
-        return before + line[:at] + code + line[at:]
-
-    text = step_lines(text, change)
-    if cut:
-        text = text[:rng.randrange(len(text))]
-    text = text.replace("\n", rng.choice(("\n", "\n", "\r\n", "\r", "\r\r\n")))
-    raw = encoded(text, rng.choice(ENCODINGS))
-    if rng.random() < 0.2:
-        raw = raw[:len(raw) - rng.randint(1, 3)]
-        cut = True
-    if rng.random() < 0.2:
-        raw += bytes(rng.choice((1, 2, 512)))
-    return raw, cut
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("cases", [
-    pytest.param(range(0, 300, 10), id="sample"),
-    pytest.param(range(300), id="all", marks=pytest.mark.slow)])
-def test_damaged_logs(tmp_path, plain, cases):
-    """No traceback and no number that the plain log does not have; whole logs have them all."""
-    for case in cases:
-        kind = ("speedrun", "golf")[case % 2]
-        text, wanted = plain[kind]
-        print(f"drawn({case}, {kind})")
-        raw, cut = drawn(case, text)
-        path = tmp_path / f"{case}.log"
-        path.write_bytes(raw)
-        try:
-            found = runs.read_logs(path)
-        except runs.Refused as refusal:
-            assert cut, refusal
-            continue
-        run, = found
-        if not cut:
-            assert facts_of(run) == facts_of(wanted)
-        for name, curve in run.curves.items():
-            assert curve == wanted.curves[name][:len(curve)]
-        assert run.finals == wanted.finals[:len(run.finals)] and run.steps <= wanted.steps
-        for metric in ("val_loss", "val_bpb", "time"):
-            early = run.steps < wanted.steps or len(run.finals) < len(wanted.finals)
-            assert early or run.value(metric) in (None, wanted.value(metric))

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data import overlap
+from test_inputs import written
 from test_prepare import make_texts, read_documents, run
 
 SHINGLE = 60        # letters without blanks, looked up at every place
@@ -30,12 +31,6 @@ def lines_of_words(size, seed):
 
 
 TEXTS = [lines_of_words(60_000, seed) for seed in range(9)]
-
-
-def written(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
 
 
 @pytest.fixture
@@ -224,7 +219,7 @@ def test_val_by_another_name(tmp_path, corpus, link):
     assert "leave nothing for train" in said
     text = written(tmp_path / "x.txt", wrapped(VAL))
     said, _ = prepared(tmp_path, "--text", text, "--val", corpus / "3.txt", expect=2)
-    assert "all of the text stands in val" in said
+    assert "all of the text is val's as well" in said
 
 
 def test_short_rows_of_val_in_a_text(tmp_path):
@@ -299,7 +294,7 @@ def test_the_embedded_corpus_stays_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "embedded_files", lambda: (files, []))
     assert "toy: 20 documents" in prepared(tmp_path)[0]
     said, _ = prepared(tmp_path, "--text", tmp_path / "in", expect=2)
-    assert "all of the text stands in val" in said
+    assert "all of the text is val's as well" in said
 
 
 # --- runs --------------------------------------------------------------------------------------------------

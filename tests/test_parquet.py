@@ -4,22 +4,18 @@ import errno
 import functools
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 import tracemalloc
 from collections import Counter
-from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import sentencepiece as spm
 
-from data import inputs, prepare
-from helpers import ROOT, train_tokenizer
+from data import prepare
+from helpers import ROOT
 from test_prepare import ODD, make_texts, read_documents, run, run_killed, snapshot, write_jsonl
 
 VAL_BYTES = 6000
@@ -56,8 +52,8 @@ def whole(folder, tmp_path_factory):
     """(its files, manifest, out) of a preparation that nothing disturbed."""
     out = tmp_path_factory.mktemp("whole")
     files = prepare.find_parquet([folder])
-    request = prepare.Request("toy", ["shards"], files[:-1], 512, VAL_BYTES, files[-1:])
-    manifest = prepare.build_parquet(request, out, shard_tokens=SHARD_TOKENS, processes=1)
+    request = prepare.Request("toy", ["shards"], files[:-1], 512, VAL_BYTES, files[-1:], keeps_order=True)
+    manifest = prepare.build(request, out, shard_tokens=SHARD_TOKENS, processes=1)
     return snapshot(out), manifest, out
 
 
@@ -67,13 +63,13 @@ def words_of(folder, out):
             "--out", out, "--parquet", folder]
 
 
-SMALL = functools.partial(prepare.build_parquet, shard_tokens=SHARD_TOKENS)
+SMALL = functools.partial(prepare.build, shard_tokens=SHARD_TOKENS)
 
 
 @pytest.fixture
 def command(folder, tmp_path, monkeypatch):
     """That command, with its small shards."""
-    monkeypatch.setattr(prepare, "build_parquet", SMALL)
+    monkeypatch.setattr(prepare, "build", SMALL)
     return words_of(folder, tmp_path)
 
 
@@ -108,24 +104,8 @@ def test_what_is_kept(whole, texts, tmp_path):
     assert {key for key in manifest if manifest[key] != other[key]} == {"dropped", "files", "source"}
 
 
-def test_tokens_are_those_of_encode(whole, texts):
-    """Also with a tokenizer whose pieces hold several words."""
-    several = train_tokenizer(["out of the way of the out\n" * 9, *texts[0][:20]], 400,
-                              split_by_whitespace=False)
-    for model in whole[0]["tokenizers/toy.model"], several:
-        sp = spm.SentencePieceProcessor(model_proto=model)
-        encoder = prepare.WordEncoder(sp)
-        for text in [*texts[0], *ODD, "".join(ODD), *texts[1]]:
-            for _ in range(2):                   # from SentencePiece, then from the cache
-                tokens = encoder.document(text, True)
-                assert tokens.dtype == "<u2" and tokens.tolist() == [1, *prepare.encode(sp, text)]
-        assert len(encoder) > 9 and all(len(word) < 40 for word in encoder)
-    assert any(re.search("[^\u2581]\u2581", sp.id_to_piece(i)) for i in range(400))
-
-
 def test_a_second_run(whole, command, tmp_path):
     run(*command)
-    (tmp_path / "datasets" / "toy" / "progress.json").touch()          # killed at the very end
     assert "already" in run(*command)
     assert "--force" in run(*command, "--vocab-size", 400, expect=2)
     assert snapshot(tmp_path) == whole[0]
@@ -158,96 +138,24 @@ def test_rows_are_read_in_batches(tmp_path, monkeypatch):
     assert count == 8000 and peak < 1_500_000
 
 
-# --- stopped and continued -------------------------------------------------------------------------------
+# --- what disturbs it -------------------------------------------------------------------------------------
 
-def continue_run(command, out, whole):
-    """The command once more, which must give the whole dataset -> the number of shards it did not write."""
-    for path in (out / "datasets" / ".toy.partial").glob("*.bin"):
-        os.utime(path, ns=(1, 1))
-    run(*command)
-    assert snapshot(out) == whole[0]
-    return sum(path.stat().st_mtime_ns == 1 for path in (out / "datasets" / "toy").glob("*.bin"))
-
-
-FULL = OSError(errno.ENOSPC, "No space left on device")
-ENCODE = (prepare.WordEncoder, "document")
-SAVE = (prepare, "write_progress")
-
-
-def run_failing(command, function, number, error=FULL):
-    """The command, with an error at the end of the number-th call of the function -> its sentence."""
-    original = getattr(*function)
-    calls = []
-
-    def failing(*args):
-        result = original(*args)
-        calls.append(args)
-        if len(calls) == number:
-            raise error
-        return result
-    with pytest.MonkeyPatch.context() as context:
-        context.setattr(*function, failing)
-        return run(*command, expect=1)
-
-
-# The replaces are: one for each state of progress, then the tokenizer's, then the folder's.
-@pytest.mark.parametrize("name, number, kept, processes", [
-    ("train_tokenizer", 1, 0, 1), ("write_progress", 1, 0, 1), ("write_progress", 2, 0, 1),
-    ("file_sha256", 5, 4, 1), ("write_progress", 9, 7, 2), ("write_manifest", 1, "all", 1),
-    ("install", 1, "all", 1), ("replace", -1, "all", 1), ("replace", 0, "all", 1)])
-def test_killed_and_run_again(whole, command, tmp_path, name, number, kept, processes):
-    """One of them with several processes before and after, whose number does not matter."""
-    shards = len(whole[1]["files"])
-    number = number if number > 0 else shards + 3 + number
-    command += ["--processes", processes]
-    python = sys.executable if processes > 1 else ""
-    run_killed(name, number, *command, shard_tokens=SHARD_TOKENS, python=python)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_and_run_again(whole, command, tmp_path, processes):
+    """With any number of processes."""
+    run_killed("write_manifest", *command)
     assert not (tmp_path / "datasets" / "toy").exists()
-    assert continue_run(command, tmp_path, whole) == (shards if kept == "all" else kept)
+    run(*command, "--processes", processes)
+    assert snapshot(tmp_path) == whole[0]
 
 
-@pytest.mark.parametrize("number, error, words", [
-    (1, FULL, "disk is full"), (100, FULL, "disk is full"), (200, KeyboardInterrupt(), "interrupted"),
-    (200, BrokenProcessPool(), "process")])
-def test_stopped_and_run_again(whole, command, tmp_path, number, error, words):
-    said = run_failing(command, ENCODE, number, error)
-    assert words in said and "same command" in said and not (tmp_path / "datasets" / "toy").exists()
-    state = json.loads((tmp_path / "datasets" / ".toy.partial" / "progress.json").read_text())
-    assert (len(state["shards"]) > 1) == (number > 1)
-    assert continue_run(command, tmp_path, whole) == len(state["shards"])
-
-
-@pytest.fixture(scope="module")
-def stopped(folder, tmp_path_factory):
-    """What a preparation that was stopped leaves behind."""
-    out = tmp_path_factory.mktemp("stopped")
-    with pytest.MonkeyPatch.context() as context:
-        context.setattr(prepare, "build_parquet", SMALL)
-        run_failing(words_of(folder, out), ENCODE, 200)
-    return out
-
-
-@pytest.mark.parametrize("name, kept", [
-    ("toy_train_000002.bin", 3), ("toy_val_000000.bin", 0), ("tokenizer.model", 0), ("progress.json", 0)])
-@pytest.mark.parametrize("damage", ["flip", "cut", "lost"])
-def test_nothing_damaged_is_kept(whole, stopped, command, tmp_path, name, kept, damage):
-    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "datasets" / ".toy.partial" / name
-    data = path.read_bytes()
-    path.write_bytes({"flip": data[:-1] + bytes([data[-1] ^ 1]), "cut": data[:-2], "lost": b""}[damage])
-    if damage == "lost":
-        path.unlink()
-    assert continue_run(command, tmp_path, whole) == kept
-
-
-def test_other_text_starts_again(folder, command, tmp_path):
-    run_failing([*command, "--out", tmp_path / "a"], ENCODE, 200)
-    for path in folder.iterdir():
-        write_parquet(tmp_path / "shards" / path.name, pq.read_table(path)["text"].to_pylist())
-    write_parquet(tmp_path / "shards" / "s1.parquet", make_texts(20, seed=8))
-    for out in "a", "b":
-        run(*command[:-1], tmp_path / "shards", "--out", tmp_path / out)
-    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
+@pytest.mark.parametrize("error, words", [
+    (OSError(errno.ENOSPC, "No space left on device"), "disk is full"), (KeyboardInterrupt(), "interrupted")])
+def test_a_failure_is_told(command, tmp_path, monkeypatch, error, words):
+    def fail(*_):
+        raise error
+    monkeypatch.setattr(prepare, "encode_batch", fail)
+    assert words in run(*command, expect=1) and not snapshot(tmp_path)
 
 
 def test_input_that_changes_between_passes(command, tmp_path, monkeypatch):
@@ -261,29 +169,6 @@ def test_input_that_changes_between_passes(command, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "train_tokenizer", rewrite)
     assert "the input changed" in run(*command[:-1], tmp_path / "shards", expect=2)
     assert not (tmp_path / "datasets" / "toy").exists()
-
-
-def test_documents_longer_than_a_shard(command, tmp_path, monkeypatch):
-    """Stopped again and again, also after shards that end inside a document."""
-    small = functools.partial(prepare.build_parquet, shard_tokens=400)
-    monkeypatch.setattr(prepare, "build_parquet", small)
-    texts = [text * 3 for text in make_texts(40, seed=5)]
-    for i in range(2):
-        write_parquet(tmp_path / "shards" / f"s{i}.parquet", texts[i * 30:][:30])
-    command[-1] = tmp_path / "shards"
-    run(*command, "--out", tmp_path / "whole")
-    for number in (4, 5, 6, 7):
-        run_failing([*command, "--out", tmp_path / "out"], SAVE, number)
-    run(*command, "--out", tmp_path / "out")
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
-
-
-def test_two_at_once(command, tmp_path):
-    partial = tmp_path / "datasets" / ".toy.partial"
-    partial.mkdir(parents=True)
-    with inputs.locked(partial):
-        assert "another process" in run(*command, expect=2)
-    run(*command)
 
 
 # --- processes -------------------------------------------------------------------------------------------
@@ -306,7 +191,7 @@ def test_few_jobs_are_taken_in_advance():
     assert [next(results) for _ in range(20)] == [prepare.document_hash(str(i)) for i in range(1, 21)]
     assert len(taken) == 25
     results.close()
-    with pytest.raises(BrokenProcessPool):
+    with pytest.raises(OSError, match="--processes"):
         list(prepare.parallel_map(os._exit, [(1,)], 2))
 
 

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import lzma
-import os
 import random
 import re
 import signal
@@ -64,27 +63,17 @@ def run(*words, expect=0):
 
 
 KILLED = """
-import functools, os, signal, sys
+import os, signal, sys
 from data import prepare
-name, number, shard_tokens, *words = sys.argv[1:]
-module = os if name == "replace" else prepare
-calls = []
-original = getattr(module, name)
-def killing(*args):
-    calls.append(args)
-    if len(calls) == int(number):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(*args)
-setattr(module, name, killing)
-prepare.build_parquet = functools.partial(prepare.build_parquet, shard_tokens=int(shard_tokens))
+name, *words = sys.argv[1:]
+setattr(prepare, name, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
 prepare.main(words)
 """
 
 
-def run_killed(name, number, *words, shard_tokens=prepare.SHARD_TOKENS, python=""):
-    """prepare.py in a process of its own, which ends by SIGKILL at the number-th call of that function; a
-    fork, or with python=sys.executable one that can start workers."""
-    command = [python or fork_server.start(), "-c", KILLED, name, number, shard_tokens, *words]
+def run_killed(name, *words):
+    """prepare.py in a process of its own, which ends by SIGKILL at the first call of that function."""
+    command = [fork_server.start(), "-c", KILLED, name, *words]
     done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
 
@@ -216,9 +205,7 @@ def test_what_the_result_depends_on(tmp_path, toy, texts):
     ([70_000] * 40, 9000, [0]),                 # unless most of them are long
     ([100, 100], 5000, [0])])                   # train keeps one
 def test_size_of_val(sizes, val_bytes, val):
-    order, n_val = prepare.split_by_hash(np.arange(len(sizes), dtype=np.uint64), np.array(sizes), val_bytes)
-    assert order[:n_val].tolist() == val
-    assert order[n_val:].tolist() == [i for i in range(len(sizes)) if i not in val]
+    assert np.flatnonzero(prepare.choose_val(np.array(sizes), val_bytes)[0]).tolist() == val
 
 
 def test_shards_begin_with_a_document_unless_it_is_longer_than_a_shard(tmp_path):
@@ -319,11 +306,9 @@ def test_second_run(tmp_path, texts):
     (tmp_path / "out" / "tokenizers" / "toy.model").unlink()
     run(*command, "--vocab-size", 401)
     assert len(read_documents(tmp_path / "out", "toy", "train")) > 200
-    run_killed("replace", 2, *command, "--vocab-size", 402, "--force")
-    assert not manifest.exists()                 # which would stand beside another tokenizer
 
 
-@pytest.mark.parametrize("stage", ["train_tokenizer", "encode_corpus", "write_shards", "text_fingerprint"])
+@pytest.mark.parametrize("stage", ["train_tokenizer", "encode_batch", "write_shards", "text_fingerprint"])
 @pytest.mark.parametrize("error, words", [(OSError(28, "No space left"), "disk is full"),
                                           (KeyboardInterrupt(), "interrupted")])
 def test_failure_leaves_nothing(tmp_path, texts, monkeypatch, stage, error, words):
@@ -354,7 +339,7 @@ def test_killed_run_leaves_no_dataset(tmp_path, texts):
     """... and the same command, as a user gives it, then makes one."""
     path = write_jsonl(tmp_path / "t.jsonl", texts)
     command = ["--text", path, "--name", "toy", "--vocab-size", 400, "--out", tmp_path / "out"]
-    run_killed("write_manifest", 1, *command)
+    run_killed("write_manifest", *command)
     partial = tmp_path / "out" / "datasets" / ".toy.partial"
     assert partial.exists() and not (partial / "manifest.json").exists()
     assert not (partial.parent / "toy").exists() and not list((tmp_path / "out" / "tokenizers").glob("*"))
@@ -370,9 +355,8 @@ def test_the_embedded_corpus_is_frozen():
     files, source = prepare.embedded_files()
     if not set(source) <= set(prepare.REQUIREMENTS.read_text().split()):
         pytest.skip("other versions of the packages are installed")
-    hashes, sizes = prepare.hash_documents(files, Counter())
-    order, n_val = prepare.split_by_hash(hashes, sizes, prepare.VAL_BYTES)
-    fingerprint = prepare.text_fingerprint(hashes[order[:n_val]], hashes[order[n_val:]])
+    corpus = prepare.Corpus(prepare.Request("embedded", source, files, frozen=True), 1)
+    fingerprint = prepare.text_fingerprint(*corpus.split_hashes())
     assert fingerprint == train_gpt.load_config({}).data_fingerprint and fingerprint.startswith("dac98310")
 
 
@@ -480,24 +464,6 @@ def test_every_document_decodes_to_itself(tmp_path, case, form):
     assert sp.decode(sp.encode("a b  c ")) == "a b  c "         # as a prompt is encoded
 
 
-def test_a_dataset_that_lost_its_spaces_is_made_again(tmp_path):
-    """As prepare.py made it before: complete by its sums, but its tokenizer has no piece for the space."""
-    texts, vocab_size = RARE_SPACES["in one short document of code"]
-    path = write_jsonl(tmp_path / "t.jsonl", texts)
-    command = ["--text", path, "--name", "toy", "--vocab-size", vocab_size, "--out", tmp_path]
-    model = train_tokenizer(TABS, vocab_size)
-    run(*command)
-    (tmp_path / "tokenizers/toy.model").write_bytes(model)
-    manifest = tmp_path / "datasets/toy/manifest.json"
-    about = json.loads(manifest.read_text())
-    about["tokenizer"]["sha256"] = hashlib.sha256(model).hexdigest()
-    manifest.write_text(json.dumps(about))
-    assert "already" not in run(*command)
-    found = [text for split in ("val", "train") for text in read_documents(tmp_path, "toy", split)]
-    assert sorted(found) == sorted({*texts})
-    assert "already" in run(*command)
-
-
 @pytest.mark.parametrize("form", ["--text", "--parquet"])
 @pytest.mark.parametrize("options", [
     dict(normalization_rule_name="nfkc"), dict(add_dummy_prefix=True, remove_extra_whitespaces=True),
@@ -585,75 +551,21 @@ def start_paused(function, place, *words):
     return process
 
 
-def until_it_waits(process):
-    """What it prints until then, or until its end."""
-    said = ""
-    while "waiting" not in said and (line := process.stdout.readline()):
-        said += line
-    return said
-
-
-@pytest.fixture
-def two(tmp_path, texts):
-    """(command on a text, command on another one, both of the name `toy`)"""
-    paths = [write_jsonl(tmp_path / f"{i}.jsonl", texts[50 * i:]) for i in range(2)]
-    more = ["--name", "toy", "--vocab-size", 400, "--out", tmp_path / "out"]
-    return [["--text", path, *more] for path in paths]
-
-
 @pytest.mark.parametrize("function", ["train_tokenizer", "write_shards", "install"])
-def test_the_second_of_two_waits_for_the_first(tmp_path, two, function):
-    """As two first runs in one place do; both succeed, with the files of one that was alone."""
-    first = start_paused(function, tmp_path / "p", *two[0])
-    second = subprocess.Popen([fork_server.start(), SCRIPT, *map(str, two[0])], stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True)
-    said = until_it_waits(second)
-    (tmp_path / "p.go").touch()
-    out = first.communicate(timeout=300)[0], said + second.communicate(timeout=300)[0]
-    assert (first.returncode, second.returncode) == (0, 0), out
-    assert "another process is preparing this dataset: waiting for it" in out[1] and "already" in out[1]
-    run(*two[0], "--out", tmp_path / "alone")
+def test_the_second_of_two_is_refused(tmp_path, texts, function):
+    """The first ends as if alone; where it is killed, the same command begins again."""
+    path = write_jsonl(tmp_path / "t.jsonl", texts)
+    command = ["--text", path, "--name", "toy", "--vocab-size", 400, "--out", tmp_path / "out"]
+    first = start_paused(function, tmp_path / "p", *command)
+    assert "another process is preparing this dataset" in run(*command, expect=2)
+    if function == "write_shards":
+        first.kill()
+        first.wait()
+        run(*command)
+    else:
+        (tmp_path / "p.go").touch()
+        out = first.communicate(timeout=300)[0]
+        assert first.returncode == 0, out
+        assert "already" in run(*command)
+    run(*command, "--out", tmp_path / "alone")
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "alone")
-
-
-@pytest.mark.parametrize("more, expect, words", [
-    ([], 2, "exists with other text"), (["--force"], 0, "toy: ")])
-def test_the_second_of_two_with_other_text(tmp_path, two, more, expect, words):
-    """It is refused when the first one has ended, or replaces what that made."""
-    first = start_paused("train_tokenizer", tmp_path / "p", *two[0])
-    second = subprocess.Popen([fork_server.start(), SCRIPT, *map(str, two[1] + more)], stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True)
-    said = until_it_waits(second)
-    (tmp_path / "p.go").touch()
-    out = first.communicate(timeout=300)[0], said + second.communicate(timeout=300)[0]
-    assert (first.returncode, second.returncode) == (0, expect) and words in out[1], out
-    run(*two[1 if more else 0], "--out", tmp_path / "alone")
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "alone")
-    assert not list((tmp_path / "out" / "datasets").glob(".*"))
-
-
-def test_the_second_of_two_goes_on_where_the_first_is_killed(tmp_path, two):
-    first = start_paused("write_shards", tmp_path / "p", *two[0])
-    second = subprocess.Popen([fork_server.start(), SCRIPT, *map(str, two[0])], stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True)
-    until_it_waits(second)
-    os.kill(first.pid, signal.SIGKILL)
-    first.wait()
-    out = second.communicate(timeout=300)[0]
-    assert second.returncode == 0 and "fingerprint" in out, out
-    run(*two[0], "--out", tmp_path / "alone")
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "alone")
-
-
-def test_the_second_of_two_with_parquet_is_refused(tmp_path, texts):
-    """It would wait for hours."""
-    for i in range(2):
-        pq.write_table(pa.table({"text": texts[150 * i:][:150]}), tmp_path / f"{i}.parquet")
-    command = ["--parquet", tmp_path / "0.parquet", tmp_path / "1.parquet", "--name", "toy",
-               "--vocab-size", 400, "--processes", 1, "--out", tmp_path / "out"]
-    first = start_paused("write_shards", tmp_path / "p", *command)
-    assert "another process is preparing this dataset: the same" in run(*command, expect=2)
-    (tmp_path / "p.go").touch()
-    out = first.communicate(timeout=300)[0]
-    assert first.returncode == 0, out
-    assert "already" in run(*command)

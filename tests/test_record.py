@@ -265,18 +265,16 @@ def test_lies_that_agree_with_the_submission_are_found_too(tool, folder, words, 
     assert re.search(f"FAIL +{words}", out), out
 
 
-def test_notes_are_free_and_nothing_of_ours_is_na(tool, folder, read_once):
+def test_notes_are_free(tool, folder, read_once):
     page = folder / "README.md"
     top, start, rest = page.read_text().partition(folders.NOTES[0])
     end = rest.partition(folders.NOTES[1])[2]
     page.write_text(f"{top}{start}\nWe tried 3.14 others.\n\n1 2\n{folders.NOTES[1]}{end}")
     opened = folders.Folder(folder)
-    lines = []
-    assert rules.check(opened, checks.LOOK_ONLY, lines.append) == []
-    for run in opened.runs:     # no evidence of what a foreign log may lack
+    assert rules.check(opened, checks.LOOK_ONLY, print) == []
+    for run in opened.runs:
         run.source = None
-    assert rules.check(opened, checks.LOOK_ONLY, lines.append) == ["one script"]
-    assert not any("n/a" in line for line in lines)
+    assert rules.check(opened, checks.LOOK_ONLY, print) == ["one script"]
 
 
 # ------------------------------------------------------------ the rules of a version
@@ -404,10 +402,7 @@ WHOLE = PART | {"config": {"core_metric_max_per_task": "0"}}
     (checks.check_time, fake_folder("speedrun", [], [133.0, 133.1]), "FAIL", "132.2144"),
     (checks.check_time, fake_folder("tiny", [], [133.0, 133.1]), "None", ""),
     (checks.check_evaluation, fake_folder("gpt2", [0.26], result=WHOLE), "; bits per byte add up", ""),
-    (checks.check_evaluation, fake_folder("gpt2", [0.26], result=PART), "FAIL", "CORE took only 100"),
-    (checks.check_comparison, fake_folder("gpt2", [0.7490, 0.7491, 0.7489], before=BEFORE),
-     "0.749000, x 0.750100, Welch t=13.47", "p<1e-4"),
-    (checks.check_comparison, fake_folder("tiny", [1.0]), "None", "")])
+    (checks.check_evaluation, fake_folder("gpt2", [0.26], result=PART), "FAIL", "CORE took only 100")])
 def test_the_rules_of_each_game(rule, folder, begins, words):
     said = str(verdict(rule, folder))
     assert said.startswith(begins) and words in said
@@ -464,11 +459,9 @@ def make(tool, name, *words):
 
 def test_a_new_record_holds_one_script_and_agrees_with_itself(tool, home, monkeypatch):
     """The toy is too small for the track's own rules: data and number of runs; all else passes."""
-    monkeypatch.setattr(leak_probe, "SUM_VOCAB", 0)
     made = make(tool, "First", *THREE)
     out = tool("check", "--verbose", "--seconds", LONG, made)[1]
     assert failed_rules(out) == {"data", "runs"}, out
-    assert re.search("pass +leak probe .*; sliding: 10 changes of later tokens", out)
     submission = json.loads((made / "submission.json").read_text())
     result = json.loads((made / "result.json").read_text())
     assert submission["rules_version"] == 5 and submission["seeds"] == [0, 1, 2]
@@ -764,26 +757,6 @@ def test_the_record_s_curve_is_of_a_part_of_val_where_all_its_runs_scored_one(mo
     assert losses[-1] == (3.6 if scored else 5.0) and losses[0] == (3.9 if scored else pytest.approx(5.16))
 
 
-@pytest.mark.slow
-def test_ablate_runs_the_runs_own_script_with_each_change_reverted(tool, home):
-    make(tool, "First", *THREE)
-    (home / "logs/b0/train_gpt.py").write_text(FAKE)
-    code, out, err = tool("ablate", "logs/b0", "-n", 2)
-    assert code == 0, err
-    assert len(re.findall(r"(?m)^\d/4 ", out)) == 4 and "matrix_lr=0.03 (not 0.01): n=2" in out
-
-
-@pytest.mark.slow
-def test_noise_trains_for_real(tool, home, toy, monkeypatch):
-    (home / "data").symlink_to(toy / "data")
-    settings = SETTINGS | dict(ITERATIONS="2", VAL_TOKENS="1024", EVAL_SLIDING="0")
-    for name, value in (settings | {"OMP_NUM_THREADS": "1"}).items():
-        monkeypatch.setenv(name, value)
-    code, out, err = tool("noise", "tiny", "-n", 2)
-    assert code == 0, err
-    assert "val_loss_partial: n=2 mean" in out and len(list((home / "logs").glob("trial_*"))) == 2
-
-
 # ------------------------------------------------------------ the leak probe
 def mixed_by_fft(model, x, tokens):
     turns = torch.exp(1j * torch.arange(x.size(1)) ** 2)[:, None]
@@ -931,28 +904,14 @@ def old_log_probs(model, tokens):
     return F.log_softmax(model.table[tokens], -1)
 
 
-@torch.no_grad()
-def old_target_nats(module, model, cfg, tokens, bos, protocol, team):
-    tokens = torch.from_numpy(tokens.astype(np.int64))[None]
-    model.set_context(tokens.size(1) - 1, 7)
-    scores = module.log_probs(model, tokens[:, :-1])
-    return np.append(0.0, -scores.gather(2, tokens[:, 1:, None])[0, :, 0].numpy())
-
-
-def test_scripts_of_rules_version_1_are_probed_with_golf_beside_them(monkeypatch):
-    """They have set_context, SHAPE and golf.py, whose functions take the module."""
-    values = dict(vocab_size=31, train_seq_len=16, window_schedule=(3, 7), eval_sliding=4,
-                  eval_ttt=0, train_batch_tokens=16, eval_context=0, eval_stride=0)
-    config = dataclasses.make_dataclass("Config", [(name, object, value) for name, value in values.items()])
-    module = SimpleNamespace(SHAPE=["vocab_size"], GPT=OldGPT, log_probs=old_log_probs,
-                             load_config=lambda env: config(), Team=lambda cfg, env: None)
-    monkeypatch.setitem(sys.modules, "golf", SimpleNamespace(target_nats=old_target_nats))
+def test_scripts_of_rules_version_1_are_probed():
+    """Their models have set_context."""
+    config = SimpleNamespace(vocab_size=31, train_seq_len=16, window_schedule=(3, 7))
+    module = SimpleNamespace(GPT=OldGPT, log_probs=old_log_probs, load_config=lambda env: config)
     seen, fresh = (leak_probe.OldScript(module, None, {}) for _ in range(2))
     assert seen.about() == {"T": 16, "V": 31, "windows": [3, 7, 7]}
     rng = np.random.default_rng(0)
     assert leak_probe.probe(fresh, seen, 16, 31, [7], [], rng)[0] == 15
-    assert "sliding: 10 changes" in leak_probe.probe_stream(
-        fresh.target_nats, seen.target_nats, seen.log_probs, "sliding", 1, 16, 31, [], rng)
     module.log_probs = lambda model, tokens: old_log_probs(model, tokens.roll(-1, 1))
     with pytest.raises(leak_probe.ProbeFailed, match="a leak: "):
         leak_probe.probe(fresh, seen, 16, 31, [7], [], rng)

@@ -1,22 +1,18 @@
 """records/: foreign logs as they are, statistics, audits, comparisons. The logs are made here."""
 
-import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
 
 import fork_server
-from records import record
 from helpers import ROOT
-from records.judge import runs, trials
+from records.judge import runs
 from records.verify import folders, new_record
 
 RULER = "=" * 100
@@ -132,7 +128,7 @@ print("time:", torch.std_mean(torch.tensor(times)))
 
 @pytest.fixture
 def golf(tmp_path):
-    """The public golf record: one log with another script of 47,642 bytes, t printed as 9.06."""
+    """The public golf record: one log with another script of 47,642 bytes."""
     folder = tmp_path / "track_10min_16mb" / "2026-03-19_TrainingOptSeq4096"
     comment = "# a comment of sixty characters to fill the script with text\n" * 500
     script = (SOURCE + comment)[:47_758] + "\n"
@@ -288,55 +284,24 @@ def test_garbage_is_refused_in_one_sentence(tool, tmp_path, monkeypatch, command
         assert "more than 20" in err or kind != "many" or command == "audit"
 
 
-@pytest.mark.slow
-def test_memory_stays_under_500_mb(tmp_path):
-    """Of a log at the limit of 64 MB, by what one of 12 MB takes more than one of 200 kB."""
-    speedrun_log(tmp_path / "small" / "x.txt", 3.27, 132.0)
-    text = (tmp_path / "small" / "x.txt").read_text()
-    top, last, end = text.rpartition("step:2160/2160 val_loss")
-    (tmp_path / "big").mkdir()
-    (tmp_path / "big" / "x.txt").write_text(
-        top + "step:1/2160 train_time:61ms step_avg:61.00ms\n" * ((12 << 20) // 45) + last + end)
-    sizes = [(tmp_path / name / "x.txt").stat().st_size for name in ("small", "big")]
-    # VmHWM is of this program; getrusage would count what the process was before it, too
-    program = ("import sys\nfrom records import record\n"
-               "for path in sys.argv[1:]:\n    code = record.main(['stats', path])\n"
-               "    lines = open('/proc/self/status').read().splitlines()\n"
-               "    print(code, next(line.split()[1] for line in lines if line.startswith('VmHWM')))")
-    command = [sys.executable, "-c", program, tmp_path / "small", tmp_path / "big"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    found = re.findall(r"^(\d) (\d+)$", done.stdout, re.M)
-    assert [code for code, _ in found] == ["0", "0"], done.stderr
-    small, big = (int(kib) / 1024 for _, kib in found)
-    assert big > small + 12 and small + (big - small) / (sizes[1] - sizes[0]) * runs.MAX_LOG < 500
-
-
 # ------------------------------------------------------------ audit
 def test_audit_of_the_speedrun_record(tool, speedrun):
     code, out, _ = tool("audit", speedrun.parent)
     assert code == 1
     assert "3.2772 on the page (time 132.259), 3.2777 in 132.259 s in 00000000-run.txt" in out
     assert "lists 8 runs of a script, not its finished run 00000008-run.txt, 3.2768 in 132.286 s" in out
-    assert "std 0.00281 on the page, its times give 0.0281" in out
-    assert len([line for line in out.splitlines() if line.startswith("    ")]) == 3
+    assert len([line for line in out.splitlines() if line.startswith("    ")]) == 2
 
 
-def test_audit_and_check_of_the_golf_record(tool, golf):
+def test_an_audit_of_the_golf_record(tool, golf):
     code, out, _ = tool("audit", golf.parent)
-    assert code == 1 and len([line for line in out.splitlines() if line.startswith("    ")]) == 2
+    assert code == 1 and len([line for line in out.splitlines() if line.startswith("    ")]) == 1
     assert "1 of 3 logs hold another script than train_gpt.py (47759 bytes): train.log (47642 bytes)" in out
-    assert "contradiction: README: t=9.06 on the page, the logs give t=9.04 df=2 p=0.0060" in out
-    out = tool("check", golf)[1]
-    assert re.search(r"n/a .*: .*\bdata\b.*\bREADME\b", out) and out.count("n/a") == 1
-    _, out, _ = tool("check", "--verbose", golf)        # which says what it cannot know
-    assert re.search(r"n/a +data", out) and re.search(r"n/a +README", out)
-    assert "one script" in failed_rules(out) and re.search(r"pass +time cap", out)
-    edit(golf / "submission.json", val_bpb=1.19945102)
-    page = (golf / "README.md").read_text().replace("p=0.006", "p=0.0006")
+    code, _, err = tool("check", golf)
+    assert code == 2 and "record audit" in err and err.count("\n") == 1
+    page = (golf / "README.md").read_text()
     (golf / "README.md").write_text(f"# Mean val_bpb: 1.19936009\n{page}")
     out = tool("audit", golf.parent)[1]
-    assert "val_bpb 1.19945102 is of train_seed1338.log, bytes_total 15868326 of train.log" in out
-    assert "p=0.0006 on the page, the logs give p=0.0060" in out
     assert "contradiction: README: val_bpb 1.19936009 is in no log and no mean of logs" in out
 
 
@@ -363,7 +328,7 @@ def test_audit_names_packed_scripts_missing_files_and_wrong_seeds(tool, tmp_path
     speedrun_log(tmp_path / "cut" / "x.txt", 3.2, 132.0, cut=True)
     code, out, _ = tool("audit", tmp_path)
     assert code == 1 and "train_gpt.py is packed: line 2" in out
-    assert "no evidence: README: seed 42: 1.0900, but train.log has 1.0966 score" in out
+    assert "no evidence: README: seed 42: 1.0900, but its log has 1.0966" in out
     assert "there is no log of a run" in out and "submission.json is no JSON" in out
     assert "x.txt: cut off at step 2160" in out and "README.md: there is none" in out
 
@@ -407,26 +372,6 @@ def test_equal_runs_are_seldom_called_better_and_real_gains_mostly():
             better += runs.judge(a, b, "val_bpb")["verdict"] == "better"
             found += runs.judge(a, rng.normal(1.35, 0.004, n) - effect, "val_bpb")["verdict"] == "better"
     assert better <= 5 and found >= 80
-
-
-def test_a_sweep_of_equal_settings_seldom_finds_one():
-    """Of 40 sweeps of six equal settings those in which tests of single pairs would find one: 5 % of all
-    sweeps may call a setting better or worse, so hardly one of these."""
-    rng = np.random.default_rng(3)
-    tempting = []
-    wrong = 0
-    for _ in range(40):
-        values = rng.normal(1, 0.01, (6, 4))
-        if stats.ttest_ind(values[1:], values[:1], axis=1).pvalue.min() < 0.05:
-            tempting.append(values)
-    assert len(tempting) > 4
-    for values in tempting:
-        made = {f"s{k}": [runs.Run(None, finals=[("final_exact", 2.0, float(value))]) for value in row]
-                for k, row in enumerate(values)}
-        lines = []
-        trials.report_many(made, lines.append)
-        wrong += any(line.endswith(("better", "worse")) for line in lines)
-    assert wrong <= 1
 
 
 def test_a_log_in_the_current_folder(monkeypatch):
@@ -491,41 +436,14 @@ def test_compare_runs_both_sides_in_turn(tool, fake, tmp_path):
     other.write_text(other.read_text().replace("torch 2.13.0", "torch 2.11.0"))
     out = tool("compare", a, b)[1]
     assert "warning: not the same torch: 2.11.0, 2.13.0" in out and "verdict: better" in out
-    found = json.loads(tool("noise", tmp_path / "logs", "--json")[1])
-    careful = runs.cautious_std(found["std"], 9)
-    assert found["n"] == 10 and found["detectable"]["5"] == pytest.approx(runs.detectable(careful, 5))
     out = tool("compare", "--run", fake, fake, "-n", 3)[1]
     assert "verdict: better" not in out     # the same seeds give the same scores
-
-
-@pytest.mark.slow
-def test_compare_across_a_setting(tool, fake):
-    """A and B in turn at each depth, whichever comes first; the change must help at all of them."""
-    worse_at_8 = f"if [ $DEPTH = 8 ]; then export MATRIX_LR=0.09; else export MATRIX_LR=0.01; fi; {fake}"
-    for b, word in ((f"MATRIX_LR=0.01 {fake}", "B is ahead at 2 of 2 settings, for sure at 2: holds across"),
-                    (worse_at_8, "B is ahead at 1 of 2 settings, for sure at 1: does not hold across")):
-        code, out, _ = tool("compare", "--run", fake, b, "--across", "DEPTH=4,8", "-n", 4)
-        order = [line.split(" seed")[0].split(" ", 1)[1] for line in out.splitlines() if "/16 " in line]
-        first = ["A DEPTH=4", "B DEPTH=4", "A DEPTH=8", "B DEPTH=8"]
-        assert code == 0 and order == (first + first[::-1]) * 2 and word in out, out
-
-
-def test_sweep_interleaves_and_corrects(tool, fake):
-    code, out, _ = tool("sweep", "MATRIX_LR=0.03,0.031,0.02", "-n", 4, "--command", fake)
-    lines = {line.split(":")[0]: line for line in out.splitlines() if not re.match(r"\d+/", line)}
-    assert code == 0 and len(re.findall(r"(?m)^\d+/12 ", out)) == 12
-    assert lines["MATRIX_LR=0.02"].endswith(": better") and "cannot tell" in lines["MATRIX_LR=0.031"]
 
 
 @pytest.mark.parametrize("words, sentence", [
     (("compare", "--run", "FAKE", "echo no such thing >&2; exit 3", "-n", 2), "ended with 3: no such thing"),
     (("compare", "--run", "FAKE", "true", "-n", 2), "must heed SEED and RUN_ID"),
-    (("compare", "FAKE", "FAKE", "--across", "DEPTH=4,6,8"), "--across needs --run"),
-    (("compare", "one"), "compare takes A and B"), (("compare", "nowhere", "either"), "is no file"),
-    (("sweep", "MATRX_LR=0.1,0.2", "-n", 2), "matrix-lr"), (("sweep", "MATRIX_LR=0.1"), "two settings"),
-    (("sweep", "MATRIX_LR"), "is no NAME=value"), (("sweep", "A=1,2", "-n", "1"), "-n 2"),
-    (("noise", "tiny", "-n", 1), "-n 2"), (("noise", "no_such_preset_anywhere"), "no_such_preset_anywhere"),
-    (("ablate", "nowhere"), "is no run folder")])
+    (("compare", "one"), "compare takes A and B"), (("compare", "nowhere", "either"), "is no file")])
 def test_bad_questions_are_refused_before_anything_trains(
         tool, fake, forked_programs, tmp_path, words, sentence):
     code, _, err = tool(*(fake if word == "FAKE" else word for word in words))
@@ -533,34 +451,10 @@ def test_bad_questions_are_refused_before_anything_trains(
     assert "FAKE" in words or not (tmp_path / "logs").exists()
 
 
-def test_each_option_has_a_line(capsys, monkeypatch):
-    """`record COMMAND --help` says what the command does, and what each of its options is for."""
-    told = {}
-    add_argument = argparse.ArgumentParser.add_argument
-
-    def listening(parser, *flags, **settings):
-        told[parser.prog.split()[-1], flags] = settings.get("help", "")
-        return add_argument(parser, *flags, **settings)
-
-    monkeypatch.setattr(argparse.ArgumentParser, "add_argument", listening)
-    monkeypatch.setenv("COLUMNS", "500")
-    with pytest.raises(SystemExit):
-        record.parse(["--help"])
-    names = {name for name, _ in told} - {"record"}
-    assert names == {*re.findall(r"/run\.sh record (\w+)", capsys.readouterr().out)} - {"COMMAND"}
-    for name in names:
-        with pytest.raises(SystemExit) as done:
-            record.parse([name, "--help"])
-        out = capsys.readouterr().out
-        assert done.value.code == 0 and len(out.split("\n\n")[1].split()) > 5
-        for (command, flags), line in told.items():
-            assert command != name or len(line.split()) > 2 and line in out, f"{name} {flags}"
-
-
 @pytest.mark.parametrize("words", [
-    ("stats", "logs"), ("noise", "logs"), ("plot", "logs/a"), ("compare", "logs/a", "logs/b"), ("try", "A=1"),
-    ("compare", "--run", "FAKE", "FAKE", "-n", 2), ("rank", "A=1"), ("board", "--html"), ("export", "a"),
-    ("ablate", "a"), ("new", "--name", "x", "--blurb", "x", "logs/a"), ("check", "logs/a"),
+    ("stats", "logs"), ("plot", "logs/a"), ("compare", "logs/a", "logs/b"), ("try", "A=1"),
+    ("compare", "--run", "FAKE", "FAKE", "-n", 2), ("board", "--html"), ("export", "a"),
+    ("new", "--name", "x", "--blurb", "x", "logs/a"), ("check", "logs/a"),
     ("compare", "A", "B", "--out", "logs/x.png")])
 def test_a_link_to_nowhere_is_named(tool, fake, tmp_path, words):
     """logs leads to a disk that is not mounted: no command trains, passes it over, or says `File exists`."""
@@ -621,12 +515,8 @@ TOLD = "its log says seed 5 where SEED=1337 was asked for"
 @pytest.mark.parametrize("trainer, words, sentence", [
     (SEEDED, ("compare", "--run", "FAKE --seed=5", "FAKE", "-n", 5), TOLD),
     (SEEDED, ("compare", "--run", "FAKE --seed=1337", "SEED=5 FAKE", "-n", 2), TOLD),
-    (SEEDED, ("compare", "--run", "FAKE", "FAKE", "-n", 2, "--across", "SEED=5,6"), TOLD),
     (UNTOLD, ("compare", "--run", "FAKE", "MATRIX_LR=0.01 FAKE", "-n", 3), "have the same losses"),
-    (NO_SCORE, ("compare", "--run", "FAKE", "MATRIX_LR=0.01 FAKE", "-n", 3), "have the same losses"),
-    (SEEDED, ("sweep", "MATRIX_LR=0.03,0.02", "-n", 3, "--command", "SEED=5 FAKE"), TOLD),
-    (UNTOLD, ("sweep", "MATRIX_LR=0.03,0.02", "-n", 3, "--command", "FAKE"), "the command must heed SEED"),
-    (SEEDED, ("sweep", "seed=1,2,3", "-n", 2, "--command", "FAKE"), "leave SEED out")])
+    (NO_SCORE, ("compare", "--run", "FAKE", "MATRIX_LR=0.01 FAKE", "-n", 3), "have the same losses")])
 def test_a_command_that_fixes_its_seed_is_refused(tool, fake, tmp_path, trainer, words, sentence):
     (tmp_path / "fake.py").write_text(trainer)
     code, out, err = tool(*(str(word).replace("FAKE", fake) for word in words))
@@ -656,7 +546,7 @@ AGAIN = {       # seeds, losses, what is said of them
     "other names for one run": ([5, 6, 7], [2.01, 2.02, 2.02], "run2.log and run1.log have the same losses")}
 
 
-@pytest.mark.parametrize("command", ["stats", "noise", "compare", "--baseline"])
+@pytest.mark.parametrize("command", ["stats", "compare", "--baseline"])
 @pytest.mark.parametrize("case", AGAIN)
 def test_logs_of_one_seed_are_refused(tool, tmp_path, command, case):
     seeds, losses, sentence = AGAIN[case]

@@ -585,8 +585,8 @@ def test_a_resumed_run_holds_all_rules_of_logs(train, monkeypatch, tmp_path, too
     words = ("--name", "Resumed", "--blurb", "a toy", "--whole", "--before", "none", "--into", tmp_path)
     assert tool("new", *words, done.folder)[0] == 0
     made = next(tmp_path.glob("track_tiny/*"))
-    failed = failed_rules(tool("check", "--no-exec", made)[1])      # of the rules of tiny itself
-    assert failed == {"data", "record before", "runs"}
+    out = tool("check", "--no-exec", made)[1]
+    assert failed_rules(out) == {"data", "record before", "runs"}, out      # of the rules of tiny itself
     assert len(evidence.LOG_DIGEST.findall((made / "train.log").read_bytes())) == 6
     in_files(r"^step:14/.*\n", "")(made)
     assert {"steps and times", "digests"} <= failed_rules(tool("check", "--no-exec", made)[1])

@@ -1,11 +1,7 @@
-"""record try and record rank: verdicts that may be looked at after each run, a ledger, kills."""
+"""record try: verdicts that may be looked at after each run, a ledger, kills."""
 import csv
-import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,31 +195,6 @@ def test_nights_with_a_true_gain_find_it():
 
 
 @pytest.mark.slow
-def test_rankings_of_nothing_seldom_name_a_gain():
-    """Of 100 rankings of three changes that are none, at two widths and on two texts of unlike deviations,
-    RANK_ALPHA may name one; of all 300 changes ALPHA_LOSS may be called losses."""
-    rng = np.random.default_rng(51)
-    plan = {"changes": ["a", "b", "c"], "widths": [32, 48], "texts": ["x", "y"], "rounds": 5}
-    wrong = losers = 0
-    for _ in range(100):
-        losses = {(name, width, text): {} for name in ("base", *plan["changes"])
-                  for width in plan["widths"] for text in plan["texts"]}
-        said = {}
-        for seed in range(plan["rounds"]):
-            for (name, width, text), cell in losses.items():
-                if said.get(name, ("", False))[1]:
-                    continue
-                cell[seed] = rng.normal(3, 0.006 if text == "x" else 0.01)
-            for name in plan["changes"]:
-                if not said.get(name, ("", False))[1]:
-                    ranked, stop = tries.judge_change(losses, name, plan)
-                    said[name] = (ranked.verdict, stop)
-        wrong += any(verdict.startswith("gains") for verdict, _ in said.values())
-        losers += sum(verdict == "loses" for verdict, _ in said.values())
-    assert wrong <= 100 * tries.RANK_ALPHA and losers <= 300 * sequential.ALPHA_LOSS
-
-
-@pytest.mark.slow
 def test_a_recipe_against_itself():
     """20 times ten pairs: no gain by the first level of a night, and seldom a loss."""
     rng = np.random.default_rng(50)
@@ -283,12 +254,6 @@ def test_a_try_counts_the_noise_of_those_before_it(place, tool):
     tool("try", "--same", "--proxy", 32)
     tool("try", "--proxy", 32)
     assert int(ledger()[1]["pairs"]) < int(ledger("first.tsv")[0]["pairs"])
-
-
-def test_equal_changes_are_refused_and_leave_no_plan(place, tool):
-    code, _, err = tool("rank", "GAIN=1", "GAIN=1")
-    assert code == 2 and "two changes are the same" in err
-    assert not Path("logs/rank_changes/plan.json").exists()
 
 
 def test_a_try_that_was_killed_goes_on(place, tool, monkeypatch):
@@ -373,62 +338,12 @@ TELLS = FAKE.replace('write_text(f"step', 'write_text(f"config seed=5\\nstep')
 @pytest.mark.parametrize("script, words, sentence", [
     (FIXED, ("try", "an edit", "--outside", "--proxy", 32), "have the same losses"),
     (TELLS, ("try", "an edit", "--outside", "--proxy", 32), "its log says seed 5 where SEED=100100"),
-    (FAKE, ("try", "SEED=5", "--proxy", 32), "leave SEED out"),
-    (FAKE, ("rank", "GAIN=0.1", "GAIN=0.2 SEED=5", "--widths", 32, "--texts", "a"), "leave SEED out"),
-    (FIXED, ("rank", "GAIN=0.1", "--widths", 32, "--texts", "a", "--rounds", 3), "must heed SEED"),
-    (TELLS, ("rank", "GAIN=0.1", "--widths", 32, "--texts", "a", "--rounds", 3), "its log says seed 5")])
+    (FAKE, ("try", "SEED=5", "--proxy", 32), "leave SEED out")])
 def test_trials_of_one_seed_are_refused(place, tool, script, words, sentence):
     (place / "train_gpt.py").write_text(script)
     code, out, err = tool(*words)
     assert code == 2 and sentence in err and err.count("\n") == 1 and "verdict: " not in out
     assert not Path("logs/tries.tsv").exists()
-
-
-# ------------------------------------------------------------ rank
-CHANGES = ["GAIN=0.03 GROWTH=0.05", "GAIN=0.1 GROWTH=-0.07", "GAIN=-0.05", "GAIN=0.0005"]
-ARGS = ["rank", *CHANGES, "--widths", 32, 48, "--texts", "a", "--rounds", 4]
-
-
-def test_rank_tells_gains_that_grow_from_those_that_shrink(place, tool):
-    code, out, err = tool(*ARGS, "--json")
-    found = json.loads(out)
-    verdicts = found["verdicts"]
-    assert code == 0 and verdicts[CHANGES[0]] == "gains, grows" and verdicts[CHANGES[1]] == "gains, shrinks"
-    assert verdicts[CHANGES[2]] == "loses" and verdicts[CHANGES[3]].startswith("cannot tell, ")
-    assert verdicts[CHANGES[3]].endswith(" more runs")
-    trained = Path("trained.txt").read_text().split()
-    assert sorted(trained) == found["runs"] and len(trained) < 5 * 4 * 2     # the loser stops early
-    assert Path("logs/rank_changes/rank.png").stat().st_size > 5000
-    assert f"{CHANGES[0]}: gains, grows; 32: +0.0" in err
-    # again: all is read; other changes under that name are refused
-    assert json.loads(tool("rank", "--json")[1]) == found
-    assert Path("trained.txt").read_text().split() == trained
-    assert "ranks something else" in tool("rank", "GAIN=1")[2]
-
-
-def test_a_ranking_that_is_killed_goes_on(place, tool, tmp_path):
-    """kill -9 of all its processes: the verdicts are those of a ranking that was not killed, and no run is
-    lost or counted twice."""
-    args = ["rank", *CHANGES[:2], "--widths", 32, 48, "--texts", "a", "b", "--rounds", 3]
-    whole = json.loads(tool(*args, "--json")[1])
-    os.rename("trained.txt", "trained_whole.txt")
-    os.rename("logs", "logs_whole")
-    program = (f"import sys; sys.path[:0] = [{str(ROOT)!r}]; import pathlib\n"
-               "from records import record\nfrom records.judge import tries\n"
-               f"tries.ROOT = pathlib.Path('.').resolve(); sys.executable = {sys.executable!r}\n"
-               f"sys.exit(record.main({[str(word) for word in args]!r}))")
-    running = subprocess.Popen([PYTHON, "-c", program], start_new_session=True)
-    while not Path("trained.txt").exists() or len(Path("trained.txt").read_text().split()) < 9:
-        assert running.poll() is None
-        time.sleep(0.01)
-    os.killpg(running.pid, signal.SIGKILL)
-    running.wait()
-    partial = Path("trained.txt").read_text().split()
-    assert 9 <= len(partial) < len(whole["runs"])
-    assert json.loads(tool("rank", "--json")[1]) == whole
-    assert sorted({*Path("trained.txt").read_text().split()}) == whole["runs"]
-    # at most the runs that were on when they were killed are trained again
-    assert len(Path("trained.txt").read_text().split()) <= len(whole["runs"]) + 4
 
 
 def test_proxies_take_the_cpus_that_may_be_used(monkeypatch):

@@ -29,8 +29,6 @@ RANKS = {CONTRADICTION: "contradiction", NO_EVIDENCE: "no evidence", FORMALITY: 
 BESIDE = re.compile(r"(?i)base|ablat|prior|previous|before|master|\bmain\b|old|control|retim|extra|sweep")
 
 
-# Constants in which the logs of one record may differ
-OF_ONE_LOG = re.compile(r"(?i)seed|run_id|log_?file|path|dir|files|rank|name|date|stamp|port|host")
 # By this part the bytes that scores imply may differ from those of the val text: the first logs of the track,
 # of another cut of the text, are 3.1 % off; the smallest fault so far was 4.1 %
 TEXT_MARGIN = 0.035
@@ -85,16 +83,14 @@ def findings(path: Path) -> list[Finding]:
     runs = folder.runs + folder.inner
     page = folder.readme
     scripts = pages.code_sizes(folder)
-    for run in runs:        # a page may count a model and a script that no log adds up
+    for run in runs:        # a submission may count a model and a script that no log adds up
         run.sizes |= {size + code for size in run.sizes for code in scripts}
     found = [*file_findings(folder), *script_findings(folder, track), *run_findings(folder, track),
-             *target_findings(runs, track), *pages.summary_findings(page), *text_findings(folder, track),
-             *constant_findings(folder, track), *evaluation_findings(folder, track)]
+             *target_findings(runs, track), *text_findings(folder, track),
+             *evaluation_findings(folder, track)]
     if runs:
         found += [*pages.score_findings(folder), *pages.size_findings(folder)]
-        found += pages.seed_findings("README", pages.page_rows(page), runs)
-        found += pages.seed_findings("submission.json", pages.submission_rows(folder.submission), runs)
-        found += [*pages.list_findings(page, runs), *pages.claim_findings(page, folder.runs)]
+        found += [*pages.seed_findings(page, runs), *pages.list_findings(page, runs)]
     return sorted(dict.fromkeys(found), key=lambda finding: finding.rank)
 
 
@@ -217,25 +213,6 @@ def first_of(found: list[Finding]) -> Iterator[Finding]:
     for finding in found[:1]:
         more = f", and {len(found) - 1} more like it" if len(found) > 1 else ""
         yield Finding(finding.rank, finding.text + more)
-
-
-def constant_findings(folder: Folder, track: TrackRules) -> Iterator[Finding]:
-    """Constants that differ between the logs of one record, beside seed and names."""
-    for group in pages.groups(folder.runs) if track.time_cap else []:
-        runs = pages.different(group)
-        told = []
-        shared = set.intersection(*[set(run.settings) for run in runs]) if runs else set()
-        for name in sorted(shared):
-            values = {run.settings[name]: run for run in reversed(runs)}
-            is_seed = all(run.settings[name] == str(run.seed) for run in runs)
-            if len(values) > 1 and not is_seed and not OF_ONE_LOG.search(name):
-                told.append((name, ", ".join(f"{value} in {run.file}" for value, run in values.items())))
-        if told:
-            # a constant may change no score; the number of parameters tells of another model
-            rank = NO_EVIDENCE if "model_params" in dict(told) else FORMALITY
-            more = f", and {len(told) - 2} more constants" if len(told) > 2 else ""
-            texts = "; ".join(f"{name} is {where}" for name, where in told[:2])
-            yield Finding(rank, f"the logs of one script differ in their constants: {texts}{more}")
 
 
 def evaluation_findings(folder: Folder, track: TrackRules) -> Iterator[Finding]:

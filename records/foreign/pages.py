@@ -5,12 +5,12 @@ Each function yields one Finding a claim that does not hold, with both values.
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from records.judge.runs import (
-    Run, describe, ends_with_validation, identity, p_term, score_kind, show, show_p, test_target)
+    Run, describe, identity, score_kind, show)
 from records.verify.folders import Folder
 
 # Ranks of a finding: two things in the folder exclude each other, or a rule of the track; nothing in the
@@ -22,8 +22,7 @@ FORMALITY = 3
 OTHERS = re.compile(
     r"(?i)Δ|delta|gain|diff|improv|gap|penalty|base|prev|prior|before|parent|reference|leader|control|"
     r"upstream|\bvs\b|sota|#\d|\bpr\b|old|merged|source|std|dev\b|sigma|time|\bms\b|eval|avg|wall|/")
-NUMERIC = re.compile(r"(\d[\d,]*(?:\.\d+)?) ?(?:ms|s|bytes|B)?(?: ?[(±].*)?$")       # a cell with one number
-SUMMARY_ROW = re.compile(r"(?i)(?:\d-seed )?(mean|average|avg|std)(?: \([^)]*\))?")
+SCORE = re.compile(r"(\d\.\d{4,})(?: ?[(±].*)?$")      # a cell with one score
 CHOICES = 3000      # of some of a record's runs, which may make a mean
 
 
@@ -111,7 +110,7 @@ def code_sizes(folder: Folder) -> set[int]:
 
 
 def size_findings(folder: Folder) -> Iterator[Finding]:
-    """Sizes of the submission that neither its files nor its logs have; a score and a size of two runs."""
+    """Sizes of the submission that neither its files nor its logs have."""
     said = folder.submission
     runs = folder.runs + folder.inner
     code = code_sizes(folder)
@@ -128,56 +127,9 @@ def size_findings(folder: Folder) -> Iterator[Finding]:
     if isinstance(told, int) and told % 1000 and code and sizes and told not in sizes | code:
         yield Finding(CONTRADICTION, f"submission.json: bytes_code {told} is in no log and the size of no "
                       f"script, the nearest is {nearest(str(told), sizes | code):.0f}")
-    own = [run for run in runs if score in [bpb for _, _, bpb in run.finals]]
-    other = next((run for run in runs if run.facts.get("bytes_total") == total), None)
-    if own and other and decimals(repr(score)) > 5 and "bytes_total" in own[0].facts:
-        if all(run.facts.get("bytes_total") != total for run in own):
-            yield Finding(CONTRADICTION, f"submission.json: val_bpb {score} is of {own[0].file}, bytes_total "
-                          f"{total} of {other.file}, where val_bpb is {other.value('val_bpb')}")
 
 
-# ------------------------------------------------------------ scores, steps and sizes of single runs
-class Claim(NamedTuple):
-    """A number that is told of one run."""
-    kind: str       # score, steps or bytes
-    text: str       # as printed
-
-    def values(self, run: Run) -> list[float]:
-        """What the run's log has of the kind, near enough to be what is told; [] where it has nothing."""
-        number = float(self.text)
-        if self.kind == "steps":
-            known = ends_with_validation(run) or run.facts.get("stopped_at") == run.steps
-            return [run.steps] * known
-        values: Iterable[float] = run.sizes
-        share = 0.2
-        if self.kind == "score":
-            values = [value for _, value in run.scores] + [point.loss for point in run.curves["val"]]
-            share = 0.06
-        return [value for value in values if abs(value / number - 1) < share]
-
-    def holds(self, run: Run) -> bool:
-        values = self.values(run)
-        if self.kind == "steps":
-            return any(abs(float(self.text) - value) <= 1 for value in values)
-        return about(self.text, values) if self.kind == "score" else float(self.text) in values
-
-
-def claims_of(pairs: Iterable[tuple[str, str]]) -> list[Claim]:
-    """Claims of pairs (name, number as text) whose names and digits tell their kind."""
-    found = []
-    for name, text in pairs:
-        name = name.replace("_", " ")
-        if OTHERS.search(name) or not float(text):
-            continue
-        if re.search(r"(?i)\bsteps?\b", name):
-            found += [Claim("steps", text)] * text.isdigit()
-        elif text.isdigit():
-            found += [Claim("bytes", text)] * (float(text) > 1e6)
-        elif decimals(text) > 3:
-            found.append(Claim("score", text))
-    return found
-
-
+# ------------------------------------------------------------ scores of single seeds
 def tables(page: str) -> list[tuple[list[str], list[list[str]]]]:
     """[(names of the columns, rows)] of a page's tables, cells without marks."""
     found = []
@@ -192,102 +144,40 @@ def tables(page: str) -> list[tuple[list[str], list[list[str]]]]:
     return found
 
 
-def number_in(cell: str) -> str:
-    """The number of a cell as text, or "0"."""
-    found = NUMERIC.match(cell)
-    return found[1].replace(",", "") if found else "0"
-
-
-def page_rows(page: str) -> list[tuple[int, list[Claim]]]:
-    """[(seed, Claims)] of the rows and lines of a page that name a seed."""
+def page_scores(page: str) -> list[tuple[int, str]]:
+    """[(seed, score as printed)] of the rows and lines of a page that name a seed."""
     found = []
     for names, rows in tables(page):
         if re.search(r"(?i)\bseed\b", names[0]):
-            found += [(int(row[0]), claims_of(zip(names[1:], map(number_in, row[1:]))))
-                      for row in rows if row[0].isdigit()]
+            found += [(int(row[0]), score[1]) for row in rows if row[0].isdigit()
+                      for name, cell in zip(names[1:], row[1:])
+                      if not OTHERS.search(name.replace("_", " ")) and (score := SCORE.match(cell))]
     for line in page.splitlines():
         told = re.search(r"(?i)\bseed[`=: *]*(\d+)\b[^\d\n|]{0,25}(\d\.\d{4,})(?!\d)", line)
         if told and not OTHERS.search(line.replace("/", " ")):
-            found.append((int(told[1]), [Claim("score", told[2])]))
+            found.append((int(told[1]), told[2]))
     return found
 
 
-def submission_rows(submission: dict[str, Any]) -> list[tuple[int, list[Claim]]]:
-    """The same of the objects in a submission.json whose keys are seeds."""
-    found = []
-    for part in submission.values():
-        if isinstance(part, dict) and all(key.isdigit() and isinstance(part[key], dict) for key in part):
-            for seed, numbers in part.items():
-                pairs = [(name, repr(value)) for name, value in numbers.items()
-                         if type(value) in (int, float) and value > 0]
-                found.append((int(seed), claims_of(pairs)))
-    return found
-
-
-def seed_findings(where: str, rows: list[tuple[int, list[Claim]]], runs: list[Run]) -> Iterator[Finding]:
-    """What rows tell of seeds, against the logs of these. A row without a score of the log may tell of
-    another run of the seed; if it has one, its steps and bytes are those of the log."""
-    by_seed = {}
-    missing = []
+def seed_findings(page: str, runs: list[Run]) -> Iterator[Finding]:
+    """Scores that the page tells of seeds, against their logs. A row of which the log has no score is of
+    another try of the seed if another row has one."""
+    by_seed: dict[int, list[float]] = {}
     for run in runs:
+        values = [value for _, value in run.scores] + [point.loss for point in run.curves["val"]]
         for seed in {run.seed, run.seed_in_name} - {-1}:
-            by_seed.setdefault(seed, []).append(run)
-    for seed in dict.fromkeys(seed for seed, _ in rows):
-        own = by_seed.get(seed, [])
-        told = [claims for other, claims in rows if other == seed]
-        if not own:
-            if any(claim.kind == "score" for claims in told for claim in claims):
-                missing.append(str(seed))
-            continue
-        wrong = []      # (is no score of the row in the log, its claims that the log denies)
-        for claims in told:
-            strange = not any(claim.holds(run) for claim in claims for run in own if claim.kind == "score")
-            wrong.append((strange, [claim for claim in claims
-                                    if all(claim.values(run) and not claim.holds(run) for run in own)]))
-        best = min(strange for strange, _ in wrong)
-        misses = list(dict.fromkeys(claim for strange, part in wrong if strange == best for claim in part))
-        if misses:
-            value = nearest(misses[0].text, [value for run in own for value in misses[0].values(run)])
-            there = f"{own[0].file} has {value} {misses[0].kind}"
-            other = next((run for run in runs if all(claim.holds(run) for claim in misses)), None)
-            if other and len("".join(claim.text for claim in misses)) > 7:      # else it may be by chance
-                there = f"this is in {other.file}, whose seed is {other.seed}"
-            sure = not best and any(claim.kind != "score" for claim in misses)
-            rank = CONTRADICTION if sure else NO_EVIDENCE
-            numbers = ", ".join(claim.text for claim in misses)
-            yield Finding(rank, f"{where}: seed {seed}: {numbers}, but {there}")
+            by_seed.setdefault(seed, []).extend(values)
+    told: dict[int, list[str]] = {}
+    for seed, text in page_scores(page):
+        told.setdefault(seed, []).append(text)
+    missing = [str(seed) for seed in told if seed not in by_seed]
     if missing and by_seed:
-        yield Finding(NO_EVIDENCE, f"{where}: scores of seeds {', '.join(missing)}, which have no log")
-
-
-def summary_findings(page: str) -> Iterator[Finding]:
-    """Rows of tables named mean or std, against the seeds' rows above them, column by column."""
-    for names, rows in tables(page):
-        above = []
-        ended = False
-        for row in rows:
-            word = SUMMARY_ROW.fullmatch(row[0])
-            if not word:
-                above = [row] if ended else [*above, row]
-            ended = bool(word)
-            if not word or len(above) < 2 or not all(other[0].isdigit() for other in above):
-                continue
-            for name, *cells in list(zip(names, row, *above))[1:]:
-                if all(map(NUMERIC.match, cells)):
-                    yield from column_findings(name, word[1].lower(), *map(number_in, cells))
-
-
-def column_findings(name: str, word: str, text: str, *numbers: str) -> Iterator[Finding]:
-    """The mean or std of one column's numbers."""
-    values = [float(number) for number in numbers]
-    s = describe(values)
-    slack = 1.01 * 10.0 ** -decimals(text) + 0.6 * 10.0 ** -min(map(decimals, numbers))
-    want = s.std if word == "std" else s.mean
-    if word == "std" and abs(float(text) - np.std(values)) <= slack < abs(float(text) - want):
-        yield Finding(FORMALITY, f"README: std {text} of {name!r} is the population's, the sample's is "
-                      f"{want:.5f}")
-    elif abs(float(text) - want) > slack:
-        yield Finding(CONTRADICTION, f"README: {word} {text} of {name!r}, its rows give {want:.8g}")
+        yield Finding(NO_EVIDENCE, f"README: scores of seeds {', '.join(missing)}, which have no log")
+    for seed, texts in told.items():
+        known = by_seed.get(seed, [])
+        if known and not any(about(text, known) for text in texts):
+            yield Finding(NO_EVIDENCE, f"README: seed {seed}: {texts[0]}, but its log has "
+                          f"{nearest(texts[0], known)}")
 
 
 # ------------------------------------------------------------ lists of losses and times
@@ -376,53 +266,3 @@ def row_findings(rows: list[Row], units: int, runs: list[Run]) -> Iterator[Findi
     for run in left if len(scripts) == 1 and not missing else []:
         yield Finding(NO_EVIDENCE, f"README: lists {len(rows)} runs of a script, not its finished run "
                       f"{run.file}, {show('val_loss', run.value('val_loss'))} in {run.time or 0:.3f} s")
-
-
-# ------------------------------------------------------------ statistics
-def claim_findings(readme: str, runs: list[Run]) -> Iterator[Finding]:
-    """Means, deviations and tests that the page prints, from its own lists or from the logs."""
-    lists = page_lists(readme)
-    for i, one in enumerate(lists):
-        end = next((other.end for other in lists[i + 1:] if other.name == one.name), len(readme))
-        values = [float(number) for number in one.numbers]
-        if len(values) > 1:
-            yield from printed_findings(one.name, values, readme[one.end:end])
-    once = different(runs)
-    if 1 < len(once) == len({run.seed for run in once} - {-1}):
-        for metric in ("val_bpb", "val_loss"):
-            values = [run.value(metric) for run in once]
-            if None not in values:
-                yield from test_findings(readme, metric, values)
-
-
-def printed_findings(name: str, values: list[float], part: str) -> Iterator[Finding]:
-    """What a part of the page prints of the list `name`: torch's deviation and mean, scipy's p."""
-    s = describe(values)
-    said = re.search(r"std_mean\(torch\.tensor\(" + name + r"\).*\n#[^\n]*?(?:std=|tensor\()([\d.]+)\)?, "
-                     r"(?:mean=|tensor\()([\d.]+)", part)
-    if said:
-        for label, text, value in (("std", said[1], s.std), ("mean", said[2], s.mean)):
-            text = text.rstrip(".")
-            if not means(text, value, max(values)):
-                digits = max(4, decimals(text) - 1)
-                yield Finding(CONTRADICTION, f"README: {label} {text} on the page, its {name} give "
-                              f"{value:.{digits}f}")
-    said = re.search(r"ttest_1samp\(" + name + r", ([\d.]+).*\n#\s*p=([\d.]+)", part)
-    if said:
-        p = test_target(values, float(said[1]), "val_loss").p
-        if not means(said[2], p):
-            yield Finding(CONTRADICTION, f"README: p={said[2]} on the page, its {name} give {show_p(p)}")
-
-
-def test_findings(readme: str, metric: str, values: list[float]) -> Iterator[Finding]:
-    """t and p in a line of the page that names the mean tested against."""
-    said = re.search(r"(?i)against\s+`?(\d\.\d{3,})[^\n]{0,99}?\bt\s*=\s*`?-?(\d+\.\d+)[^\n]{0,60}?"
-                     r"\bdf\s*=\s*`?(\d+)\b(?!\.\d)(?:[^\n]{0,60}?\bp\s*=\s*`?(0\.\d+))?", readme)
-    if not said or abs(float(said[1]) / describe(values).mean - 1) > 0.1 or int(said[3]) != len(values) - 1:
-        return
-    test = test_target(values, float(said[1]), metric)
-    if not about(said[2], [abs(test.t)]):
-        yield Finding(CONTRADICTION, f"README: t={said[2]} on the page, the logs give t={abs(test.t):.2f} "
-                      f"df={test.df:.0f} {p_term(test.p)}")
-    if said[4] and not about(said[4], [test.p]):
-        yield Finding(CONTRADICTION, f"README: p={said[4]} on the page, the logs give {p_term(test.p)}")

@@ -884,15 +884,9 @@ def judge(a: Sequence[float], b: Sequence[float], metric: str) -> dict[str, Any]
     test, interval = test_welch(a, b, metric)
     if test is None:
         return out | {"verdict": "cannot tell: each side needs two runs or more"}
-    ratio_interval = (math.nan, math.nan)
-    if min(*a, *b) > 0:
-        with np.errstate(all="ignore"):
-            _, of_logs = test_welch(np.log(a), np.log(b), metric)
-            ratio_interval = float(np.exp(of_logs[0])), float(np.exp(of_logs[1]))
     std = ((first.std ** 2 + second.std ** 2) / 2) ** 0.5
     n = min(first.n, second.n)
     return out | {"t": test.t, "df": test.df, "p": test.p, "interval": interval,
-                  "ratio_interval": ratio_interval,
                   "detectable": detectable(cautious_std(std, first.n + second.n - 2), n),
                   "verdict": verdict(test, difference, std, n, metric)}
 
@@ -902,12 +896,11 @@ def judge_lines(metric: str, found: dict[str, Any]) -> list[str]:
     if "p" not in found:
         return [f"verdict: {found['verdict']}"]
     low, high = found["interval"]
-    ratio_low, ratio_high = found["ratio_interval"]
     power = "find nothing reliably; that takes at least three per side"
     if found["detectable"]:
         power = f"find a difference of {found['detectable']:.6f} nine times in ten"
     return [f"B - A: {found['difference']:+.6f} (95 %: {low:+.6f} to {high:+.6f}), "
-            f"ratio {found['ratio']:.5f} ({ratio_low:.5f} to {ratio_high:.5f})",
+            f"ratio {found['ratio']:.5f}",
             f"Welch: t={found['t']:.2f} df={found['df']:.1f} {p_term(found['p'])}; this many runs {power}",
             f"verdict: {found['verdict']}"]
 

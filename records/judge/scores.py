@@ -13,9 +13,6 @@ from records.judge.runs import Run, demand, score_kind
 # Names of what is compared. Where tokenizers differ, val_bpb still compares by the text alone
 TEXT = ("text", "val bytes", "kind of score", "scored weights")
 TOKENS = ("val tokens scored", "val tokens", "val split", "tokenizer", *TEXT)
-# Constants of ours that decide what is scored, so that no change of them is better or worse
-SCORING = ("val_tokens", "eval_context", "eval_stride", "score_artifact", "data_path", "tokenizer_path",
-           "core_bundle", "core_metric_max_per_task")
 
 
 def known(text: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Changes of a recipe on its proxies: `record try` tests one, `record rank` several at several widths.
+"""A change of a recipe, tried on a proxy: `record try`.
 
 The name of a run says all that the run depends on. A finished run is read, never trained again, so what was
 killed goes on where it stopped. The statistics are in sequential.py.
@@ -10,7 +10,6 @@ import io
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import time
@@ -36,7 +35,6 @@ COLUMNS = ("number", "when", "commit", "script", "what", "preset", "width", "tex
            "low", "high", "std", "evidence", "needed", "verdict", "kept", "seconds")
 MOST_PAIRS = 10         # of a try
 FIRST_SEED = 100_000    # each try has a hundred seeds of its own, above those that people use
-RANK_ALPHA = 0.05       # of a ranking: probability that any change without a gain is said to gain
 # Sections of train_gpt.py that a try may edit besides its recipe's
 FREE_SECTIONS = ("4 techniques", "5 optimizer", "6 schedules")
 BANNER = "# ---------- "
@@ -360,201 +358,3 @@ def pairs_of(head: Change, yours: Change, proxy: Proxy, number: int, noise: Nois
     return dict(pairs=len(gains), gain=f"{series.mean:+.6f}", low=f"{low:+.6f}", high=f"{high:+.6f}", std=std,
                 evidence=f"{sequential.evidence(series):.4g}", verdict=said,
                 kept="yes" if said == "gains" else "no", said=text)
-
-
-# ------------------------------------------------------------ rank
-def parse_change(word: str, base: Change) -> Change:
-    """"NAME=value NAME=value", or a script, or a folder that holds one, such as logs/tries/0007."""
-    path = Path(word)
-    if path.is_dir():
-        path = path / "train_gpt.py"
-    if path.is_file():
-        return Change(word, path, {})
-    return Change(word, base.script, flags_of(shlex.split(word)))
-
-
-def rank_folder(name: str) -> Path:
-    return Path("logs", f"rank_{name}")
-
-
-def read_plan(args: Any) -> dict:
-    """What the ranking of that name ranks; a new one is written. Raises Refused if args ask for something
-    else, or for what cannot be ranked."""
-    folder = rank_folder(args.name)
-    asked = dict(preset=args.preset, changes=args.changes, widths=args.widths, texts=args.texts,
-                 rounds=args.rounds, seed=args.seed)
-    path = folder / "plan.json"
-    if path.exists():
-        plan = json.loads(inputs.read_text(path))
-        demand(not args.changes or asked == plan, f"{path} ranks something else: give another --name")
-        return plan
-    demand(args.changes, "rank takes changes: NAME=value, a script, or a folder of logs/tries")
-    demand(len({*args.changes}) == len(args.changes) and "base" not in args.changes,
-           "two changes are the same")
-    base = Change("base", frozen(inputs.read_text(ROOT / "train_gpt.py"), folder / "base"), {})
-    texts = []
-    for word in args.changes:
-        change = parse_change(word, base)
-        texts.append(inputs.read_text(change.script))
-        for width in args.widths:
-            planned(change, Proxy(args.preset, width, args.texts[0]))       # refused before anything trains
-    for i, text in enumerate(texts):
-        frozen(text, folder / f"change_{i}")
-    temporary = folder / "plan.json.tmp"
-    temporary.write_text(json.dumps(asked, indent=1) + "\n", encoding="utf-8")
-    temporary.rename(path)
-    return asked
-
-
-def changes_of(plan: dict, name: str) -> tuple[Change, list[Change]]:
-    """The base and the changes of a ranking, by the scripts in its folder."""
-    folder = rank_folder(name)
-    base = Change("base", folder / "base" / "train_gpt.py", {})
-    changes = []
-    for i, word in enumerate(plan["changes"]):
-        flags = parse_change(word, base).flags
-        changes.append(Change(word, folder / f"change_{i}" / "train_gpt.py", flags))
-    return base, changes
-
-
-class Ranked(NamedTuple):
-    """What a ranking knows of a change."""
-    name: str
-    verdict: str
-    by_width: dict      # {width: Series of differences, over all texts}
-    runs: int
-
-
-def cells_of(losses: dict, name: str, width: int, texts: list) -> list:
-    """Differences base - change at a width: a list for each text."""
-    cells = []
-    for text in texts:
-        mine = losses.get((name, width, text), {})
-        base = losses.get(("base", width, text), {})
-        cells.append([base[seed] - mine[seed] for seed in sorted(mine) if seed in base])
-    return cells
-
-
-def judge_change(losses: dict, name: str, plan: dict, noise: Noise = Noise()) -> tuple[Ranked, bool]:
-    """Verdict of a change so far, and whether it is final. All differences of a change share one deviation;
-    each width and text has a mean of its own."""
-    widths = plan["widths"]
-    needed = len(plan["changes"]) / RANK_ALPHA
-    by_width = {}
-    cells = []
-    for width in widths:
-        here = cells_of(losses, name, width, plan["texts"])
-        cells += here
-        by_width[width] = sum(here, [])
-    whole = sequential.series_of(cells, noise)
-    series = {width: Series(float(sum(numbers) / max(1, len(numbers))), whole.std, whole.df, len(numbers))
-              for width, numbers in by_width.items()}
-    runs = sum([len(numbers) for numbers in by_width.values()])
-    most = plan["rounds"] * len(plan["texts"]) * len(widths)
-    said, stop = sequential.verdict(whole, needed, most)
-    if said == "gains":
-        said, stop = trend(series, widths, most - whole.n)
-        stop = stop or whole.n >= most
-    elif said == "cannot tell":
-        more = sequential.more_needed(whole, needed)
-        said = f"cannot tell, {more or 'over 1,000'} more runs"
-    return Ranked(name, said, series, runs), stop
-
-
-def trend(series: dict, widths: list, left: int) -> tuple[str, bool]:
-    """Does a gain grow from the smallest width to the largest one?"""
-    first = series[min(widths)]
-    last = series[max(widths)]
-    if len(widths) == 1:
-        return "gains", True
-    pairs = min(first.n, last.n)
-    change = Series(last.mean - first.mean, last.std * 2**0.5, last.df, pairs)
-    if sequential.evidence(change) >= 1 / sequential.ALPHA_LOSS:
-        return "gains, grows", True
-    if sequential.evidence(change.negative()) >= 1 / sequential.ALPHA_LOSS:
-        return "gains, shrinks", True
-    more = sequential.more_needed(change, 1 / sequential.ALPHA_LOSS)
-    return f"gains; grows or shrinks: cannot tell, {2 * more if more else 'over 1,000'} more runs", left <= 0
-
-
-def rank(args: Any, say: Callable) -> dict:
-    """Changes against the recipe at several widths and on several texts: all of them at one seed, then at
-    the next. A change whose verdict is final is not run any more."""
-    plan = read_plan(args)
-    base, changes = changes_of(plan, args.name)
-    losses: dict = {}
-    samples: dict = {}
-    first: dict = {}        # {(width, text): the run that all others there have to compare with}
-    active = changes
-    ranked: dict[str, Ranked] = {}
-    done: set = set()
-    for round_number in range(plan["rounds"]):
-        jobs = []
-        for width in plan["widths"]:
-            for text in plan["texts"]:
-                proxy = Proxy(plan["preset"], width, text)
-                jobs += [(change, proxy, plan["seed"] + round_number) for change in [base, *active]]
-        if round_number % 2:
-            jobs.reverse()
-        began = time.monotonic()
-        for job, run in zip(jobs, side_by_side(jobs, workers_of(args))):
-            change, proxy, seed = job
-            if isinstance(run, Refused):
-                raise run
-            cell = change.name, proxy.width, proxy.text
-            add_sample(samples.setdefault(cell, []), run, change)
-            demand_comparable([first.setdefault(cell[1:], run), run], "val_loss")
-            losses.setdefault(cell, {})[seed] = loss_of(run)
-            done.add(run.path.parent.name)
-        for change in [*active]:
-            ranked[change.name], stop = judge_change(losses, change.name, plan)
-            if stop:
-                active = [other for other in active if other is not change]
-        say(f"round {round_number + 1}/{plan['rounds']}: {len(jobs)} runs, {time.monotonic() - began:.0f} s; "
-            f"{len(active)} of {len(changes)} changes are still open")
-        if not active:
-            break
-    say(f"{len(done)} runs in all", *rank_lines(ranked, plan))
-    picture = args.out or str(rank_folder(args.name) / "rank.png")
-    draw_ranking(ranked, plan, picture)
-    say(f"picture: {picture}")
-    return {"runs": sorted(done), "verdicts": {name: found.verdict for name, found in ranked.items()},
-            "gains": {name: {width: one.mean for width, one in found.by_width.items()}
-                      for name, found in ranked.items()}}
-
-
-def rank_lines(ranked: dict, plan: dict) -> list[str]:
-    """The table: gains in nats per token and their intervals by width, the best at the largest one first."""
-    largest = max(plan["widths"])
-    lines = []
-    for found in sorted(ranked.values(), key=lambda one: -one.by_width[largest].mean):
-        cells = []
-        for width, series in found.by_width.items():
-            low, high = sequential.interval(series)
-            cells.append(f"{width}: {series.mean:+.4f} ({low:+.4f} to {high:+.4f}, {series.n} pairs)")
-        lines.append(f"{found.name}: {found.verdict}; {'; '.join(cells)}")
-    return lines
-
-
-def draw_ranking(ranked: dict, plan: dict, path: str) -> None:
-    """Gains over width, a line for each change."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(8, 4.3 + 0.2 * len(ranked)), layout="constrained")
-    axes = figure.subplots()
-    for i, found in enumerate(ranked.values()):
-        means = [series.mean for series in found.by_width.values()]
-        bounds = [sequential.interval(series) for series in found.by_width.values()]
-        errors = [[min(mean - low, 1.0), min(high - mean, 1.0)] for mean, (low, high) in zip(means, bounds)]
-        places = [width * 1.01 ** (i - len(ranked) / 2) for width in found.by_width]
-        axes.errorbar(places, means, [list(side) for side in zip(*errors)], fmt="o-", capsize=3,
-                      label=f"{found.name}: {found.verdict}")
-    axes.axhline(0, color="0.5", linewidth=1)
-    axes.set(xscale="log", xlabel="width of the proxy", ylabel="gain, nats per token",
-             title=f"{plan['preset']}: gain over the recipe, mean of {len(plan['texts'])} "
-                   f"{'text' if len(plan['texts']) == 1 else 'texts'}")
-    axes.set_xticks(plan["widths"], [str(width) for width in plan["widths"]])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", fontsize=8, frameon=False)
-    make_folder(Path(path).parent)
-    figure.savefig(path, dpi=110, metadata={"Software": None})

@@ -151,7 +151,7 @@ def check_boards(folder: Folder, options: argparse.Namespace) -> str | None:
     """The tables of records/README.md and of the older rules are what rules and records make; verdicts and a
     record that the board does not list yet apart."""
     name = folder.submission.get("track")
-    if not folder.ours or not page_of(NEWEST).exists() or options is LOOK_ONLY:      # with which board() asks
+    if not page_of(NEWEST).exists() or options is LOOK_ONLY:      # with which board() asks
         return None
     text = inputs.read_text(page_of(NEWEST))
     records = {other: found for other, found in records_of(name).items()

@@ -190,7 +190,7 @@ median of their runs. Scroll or drag a box to zoom; click the legend to hide.</p
 
 
 def summary_of(sections: list[Section]) -> str:
-    """How much there is, and the best of it where all of it is one track."""
+    """How much there is."""
     items = [item for section in sections for item in section.items]
     own = len([item for item in items if not item.record])
     records = len(items) - own
@@ -198,13 +198,6 @@ def summary_of(sections: list[Section]) -> str:
     text = " and ".join([f"{count} {word}{'s' * (count != 1)}" for count, word in counts if count])
     if len(sections) > 1:
         text += f" in {len(sections)} parts: only scores of the same tokens of the same text compare"
-    else:
-        metric = sections[0].metric
-        for kind, record in (("best run", False), ("record", True)):
-            values = [item.mean(metric) for item in items if item.record == record]
-            values = [value for value in values if value is not None]
-            if values:
-                text += f"; {kind}: {metric} {show(metric, min(values))}"
     return text
 
 

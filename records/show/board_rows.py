@@ -8,8 +8,7 @@ from data import inputs
 from records.judge.runs import DATE, Refused, Run, demand, describe, find_logs, log_text, read_runs
 from records.judge.scores import (
     as_trained, differences, facts_of, name_of_metric, number, rows_of, targets_of)
-from records.show.names import (
-    NEVER_TOLD, STAMPED, UNLIKE, common_beginning, constants_text, without_common, without_date, words_of)
+from records.show.names import NEVER_TOLD, without_date
 from records.verify.folders import read_json, track_of
 
 MOST_SAMPLE = 4000      # characters of a run's samples
@@ -133,44 +132,22 @@ def overrides_of(row: Row) -> dict[str, str]:
     return {name: pair[-1] for name, pair in overrides.items() if name not in UNTOLD}
 
 
-def changes_of(row: Row, rows: list[Row]) -> str:
-    """What tells a run from one's others: `matrix_lr=0.02`; "" where nothing that was asked for does."""
-    asked = [overrides_of(other) for other in rows]
-    names = [*dict.fromkeys([name for overrides in asked for name in overrides])]
-    differ = [name for name in names if len({overrides.get(name) for overrides in asked}) > 1]
-    mine = overrides_of(row)
-    if mine and differ:     # where it has the recipe's value, that
-        mine = row.result.get("config", {}) | mine
-    return constants_text(mine, differ or names)
-
-
 def own_items(rows: list[Row]) -> list[Item]:
-    """Items of one's own runs. A name that was given to a run is its name; of one that was made up from a
-    time stamp what was asked for tells more."""
+    """Items of one's own runs, with what was asked for below the name."""
     scripts = {script_of(row) for row in rows}
-    given = [row.name for row in rows if not STAMPED.search(row.name)]
-    short = dict(zip(given, without_common(given))) if given else {}
     items = []
     for row in rows:
-        script = f"script {script_of(row)}" if len(scripts) > 1 else ""
-        changes = " ".join([text for text in (changes_of(row, rows), script) if text])
         asked = [f"{name}={value}" for name, value in overrides_of(row).items()]
         # what no result.json tells about is of one kind with nothing else
         key = " ".join([track_name(row), script_of(row) or row.name, *asked])
-        if row.name in short:
-            items.append(Item(short[row.name], changes, key, [row]))
-        else:
-            items.append(Item(changes or "the recipe as it is", row.name, key, [row]))
+        script = [f"script {script_of(row)}"] if len(scripts) > 1 else []
+        items.append(Item(row.name, " ".join([*asked, *script]), key, [row]))
     return items
 
 
 def group_name(names: list[str]) -> str:
-    """How the legend calls runs of one kind: `gelu` for gelu_1 and gelu_2."""
-    if len({*names}) == 1:
-        return names[0]
-    lists = [words_of(name) for name in names]
-    common = "".join(lists[0][:common_beginning(lists)]).rstrip(UNLIKE)
-    return common or f"{names[0]} and {len(names) - 1} more"
+    """How the legend calls runs of one kind."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def record_items(rows: list[Row]) -> list[Item]:

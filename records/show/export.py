@@ -1,13 +1,10 @@
 """A trained model for other programs: ./run.sh record export RUN writes its weights as safetensors,
 config.json, and model.py: the recipe's script, with load(folder) for log_probs(model, tokens)."""
 import argparse
-import io
 import json
-import lzma
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from data import inputs
@@ -54,32 +51,6 @@ def tensors_of(model: Any) -> dict[str, Any]:
     return {name: p.detach().contiguous() for name, p in model.named_parameters()} | model.state()
 
 
-def read_older(train_gpt: ModuleType, path: Path, why: str) -> tuple:
-    """({name: tensor}, constants) of a file by a script without recipes. Raises Refused: why, where it is not
-    such a file."""
-    import torch
-    try:
-        raw = inputs.read_bytes(path)
-        if raw[:2] != b"PK":
-            raw = lzma.decompress(raw) if raw[:1] == b"\xfd" else train_gpt.decompress(raw)
-        payload = torch.load(io.BytesIO(raw), "cpu", weights_only=True)
-        stored = payload["tensors"]
-        shape = payload["shape"]
-        tensors = {}
-        known = [set(model_constants(recipe)) for recipe in train_gpt.RECIPES.values()]
-        for name, tensor in stored.items():
-            if name.endswith(".int8"):
-                stem = name.removesuffix(".int8")
-                tensors[stem] = tensor.float() * stored[f"{stem}.scale"].float()[:, None]
-            elif not name.endswith(".scale"):
-                tensors[name] = tensor.contiguous() if name.startswith("counts.") else tensor.float()
-    except Exception:       # a damaged file may raise anything
-        raise Refused(why) from None
-    if set(shape) in known:     # by a script of today
-        raise Refused(why)
-    return tensors, shape
-
-
 def write_weights(folder: Path, tensors: dict[str, Any], shape: dict[str, Any], save_file: Callable) -> None:
     """model.safetensors and config.json, with the constants that a model depends on."""
     make_folder(folder)
@@ -107,11 +78,7 @@ def export(args: argparse.Namespace, say: Callable) -> str:
     try:
         model, cfg = train_gpt.load_model(path)
     except train_gpt.Refused as error:
-        tensors, shape = read_older(train_gpt, path, str(error))
-        write_weights(folder, tensors, shape, save_file)
-        say(f"wrote {folder}/model.safetensors and config.json; no model.py: the train_gpt.py that made this "
-            "model is older than recipes, and only that script has its code")
-        return str(folder)
+        raise Refused(str(error)) from None
     tensors = tensors_of(model)
     shape = {name: getattr(cfg, name) for name in model_constants(cfg)}
     write_weights(folder, tensors, shape, save_file)

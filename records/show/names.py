@@ -8,39 +8,11 @@ STAMPED = re.compile(r"\d{8}_\d{6}")        # in a name that the trainer or a to
 DATED = re.compile(r"20\d\d-\d\d-\d\d_")    # how the folder of a record begins
 NEVER_TOLD = ("seed", "run_id")
 MOST_CONSTANTS = 3      # that a name lists
-UNLIKE = "_/ "          # what separates the words of a name
 
 
 def without_date(name: str) -> str:
     """The name of a record as people say it."""
     return DATED.sub("", name) or name
-
-
-def words_of(name: str) -> list[str]:
-    """The words of a name, each with the separator after it."""
-    return re.findall(rf"[^{UNLIKE}]*[{UNLIKE}]|[^{UNLIKE}]+$", name)
-
-
-def common_beginning(lists: list[list[str]]) -> int:
-    """How many items all lists begin with; each keeps one."""
-    count = 0
-    while count < min(len(one) for one in lists) - 1 and len({one[count] for one in lists}) == 1:
-        count += 1
-    return count
-
-
-def without_common(names: Sequence[str]) -> list[str]:
-    """Different names -> the same without the date of a record and the words that all begin or end with."""
-    dateless = [without_date(name) for name in names]
-    if len({*dateless}) == len({*names}):
-        names = dateless
-    if len({*names}) < 2:
-        return [*names]
-    lists = [words_of(name) for name in names]
-    begin = common_beginning(lists)
-    lists = [words[begin:] for words in lists]
-    end = common_beginning([words[::-1] for words in lists])
-    return ["".join(words[:len(words) - end]).rstrip(UNLIKE) for words in lists]
 
 
 def constants_of(run: Run) -> dict[str, str]:
@@ -63,15 +35,13 @@ def constants_text(config: dict[str, str], names: Sequence[str]) -> str:
 
 
 def telling_names(groups: dict[str, list[Run]]) -> dict[str, str]:
-    """{label: its runs} -> {label: a name that tells it from the others}: its own without what all share, or
-    for one that was made up from a time stamp the constants that differ."""
+    """{label: its runs} -> {label: its name}: for one that was made up from a time stamp the constants that
+    differ, where these tell it from the others."""
     made_up = [label for label in groups if STAMPED.search(label)]
-    given = [label for label in groups if label not in made_up]
-    names = dict(zip(given, without_common(given)))
     configs = {label: constants_of(runs[0]) for label, runs in groups.items()}
     differ = differing([*configs.values()])
     told = [constants_text(configs[label], differ) for label in made_up]
     if len({*told}) < len(told):
-        told = without_common(made_up)
-    names |= {label: text or label for label, text in zip(made_up, told)}
-    return {label: names[label] for label in groups}
+        told = made_up
+    names = {label: text or label for label, text in zip(made_up, told)}
+    return {label: names.get(label, without_date(label)) for label in groups}

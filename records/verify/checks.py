@@ -1,7 +1,7 @@
 """What `record check` asks of a record folder: one function a rule.
 
 Each takes (folder, options) and returns what holds, in a few words, or None where its track has no such rule.
-It raises Broken where the rule fails, NoEvidence where a foreign folder cannot show it.
+It raises Broken where the rule fails.
 """
 import argparse
 import itertools
@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import inputs
-from records.foreign import pages
 from records.judge.runs import (
-    RESUMED, Refused, Run, describe, log_text, same_losses, split_log, test_line, test_target, test_welch)
+    RESUMED, Refused, Run, describe, log_text, same_losses, split_log, test_line, test_welch)
 from records.judge.scores import differences
 from records.verify import leak_probe, scripts, source
 from records.verify.folders import (
@@ -28,7 +27,7 @@ from records.verify.folders import (
     sha256, shared_config, summary_of, track_of)
 
 ARTIFACT_LIMIT = 2_000_000      # bytes; a larger one stays out of the folder, its sha256 does not
-PROTOCOLS = ("sliding", "documents", "ttt")     # golf's further scores, two of them of older scripts
+PROTOCOLS = ("sliding",)        # golf's further score
 # What reading damaged files may raise
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
 # Constants of a run that are not repeated when its model is probed or scored again
@@ -38,10 +37,6 @@ LOOK_ONLY = argparse.Namespace(no_exec=True, rerun_eval=False, artifact=(), repl
 
 class Broken(Exception):
     """A rule fails; the sentence names the file and both values."""
-
-
-class NoEvidence(Exception):
-    """A foreign format cannot hold what the rule asks for. A folder of ours must."""
 
 
 class LeftOut(Exception):
@@ -83,9 +78,7 @@ class OurRun(NamedTuple):
 
 
 def our_runs(folder: Folder) -> list[OurRun]:
-    """[OurRun], the first seed first. Raises NoEvidence for a foreign folder."""
-    if not folder.ours:
-        raise NoEvidence
+    """[OurRun], the first seed first."""
     return [OurRun(run, run.file, folder.result(run), folder.result_name(run)) for run in folder.runs]
 
 
@@ -93,25 +86,18 @@ def our_runs(folder: Folder) -> list[OurRun]:
 def check_finished(folder: Folder, options: argparse.Namespace) -> str:
     for run in folder.runs:
         require(run.finished, f"{run.file} was cut off at step {run.steps}")
-        require(not folder.ours or run.finals, f"{run.file} has no final score")
+        require(run.finals, f"{run.file} has no final score")
     return f"{len(folder.runs)} logs end with a score"
 
 
 def check_score(folder: Folder, options: argparse.Namespace) -> str:
     """The mean reaches the target, or beats the record before by the margin, at the track's p."""
     track = folder.track
-    if folder.ours:
-        claim, test = folder.test()
-        if folder.first_of_track():
-            return claim
-    elif track.target is None:
-        raise NoEvidence
-    else:
-        values = [run.value(track.metric) for run in folder.runs]
-        claim = f"against {track.target}"
-        test = test_target(values, track.target, track.metric)
+    claim, test = folder.test()
+    if folder.first_of_track():
+        return claim
     require(test, f"{claim}: a single run, the test needs more")
-    if folder.ours and folder.submission["systems_change"] and track.rank == "time":
+    if folder.submission["systems_change"] and track.rank == "time":
         mean = describe(folder.values(track.metric)).mean
         good = mean <= track.target if track.better == "lower" else mean >= track.target
         require(good, f"{claim}: the mean is {mean}")
@@ -124,7 +110,6 @@ def check_time(folder: Folder, options: argparse.Namespace) -> str | None:
     """Faster than the record before, where time is what is ranked."""
     if folder.track.rank != "time":
         return None
-    our_runs(folder)
     mean = describe(folder.values("time")).mean
     before = folder.submission["before"]
     if folder.baseline:
@@ -140,23 +125,6 @@ def check_time(folder: Folder, options: argparse.Namespace) -> str | None:
     return f"{mean:.4f} s, {name} {other:.4f} s: ratio {mean / other:.4f}"
 
 
-def check_comparison(folder: Folder, options: argparse.Namespace) -> str | None:
-    """CORE is noisy, val_bpb hardly: where CORE decides, this is what two records are compared by."""
-    if folder.track.metric != "core":
-        return None
-    our_runs(folder)
-    before = folder.submission["before"]
-    own = folder.values("val_bpb")
-    text = f"{describe(own).mean:.6f}"
-    if before:
-        test, _ = test_welch(before["val_bpb"], own, "val_bpb")
-        other = records_of("gpt2").get(before["name"])
-        if other and differences([*folder.runs, *other.runs], "val_bpb"):
-            return f"{text}; {before['name']} was scored on another text"
-        text += f", {before['name']} {describe(before['val_bpb']).mean:.6f}, Welch {test_line(test)}"
-    return text
-
-
 def check_time_cap(folder: Folder, options: argparse.Namespace) -> str | None:
     cap = folder.track.time_cap
     if not cap:
@@ -165,7 +133,7 @@ def check_time_cap(folder: Folder, options: argparse.Namespace) -> str | None:
         in_time = run.time is None or run.time <= cap
         require(in_time, f"{run.file}: {run.time} s of training, the cap is {cap} s")
     # to read training data for calibrating the rounding is training
-    for _, _, result, name in our_runs(folder) if folder.ours else ():
+    for _, _, result, name in our_runs(folder):
         whole = (result["train_time_ms"] + result.get("calibration_ms", 0)) / 1e3
         require(whole <= cap, f"{name}: {whole} s of training and calibration, the cap is {cap} s")
     return f"longest {max(run.time or 0 for run in folder.runs):.4f} s, the cap is {cap} s"
@@ -179,8 +147,6 @@ def check_bytes(folder: Folder, options: argparse.Namespace) -> str | None:
     companions = folder.companions()
     code = len(folder.script) + sum(len(folder.read(name)) for name in companions)
     for run in folder.runs:
-        if "bytes_model" not in run.facts or not folder.script:
-            raise NoEvidence
         total = int(run.facts["bytes_model"]) + code
         require(total <= cap, f"{run.file}: model and code have {total} bytes, the cap is {cap}")
     return f"model and code ({', '.join(['train_gpt.py', *companions])}) within {cap} in each run"
@@ -245,13 +211,7 @@ def check_flags(folder: Folder, options: argparse.Namespace) -> str | None:
     """No extra torch._inductor.config or torch.compile flags in the speedrun."""
     if folder.track.data != "fineweb10B_gpt2":
         return None
-    text = folder.source()
-    if not text:
-        raise NoEvidence
-    try:
-        found = source.compiler_flags(text)
-    except (SyntaxError, ValueError, RecursionError):
-        raise NoEvidence from None
+    found = source.compiler_flags(folder.source())
     require(not found, f"train_gpt.py, {found and found[0]}")
     return "none"
 
@@ -261,8 +221,6 @@ def check_hardware(folder: Folder, options: argparse.Namespace) -> str | None:
     if not want:
         return None
     for run in folder.runs:
-        if "hardware" not in run.facts:
-            raise NoEvidence
         value = run.facts["hardware"]
         require(value.startswith(want), f"{run.file}: {value}, the rules: {want}")
     return want
@@ -280,8 +238,7 @@ def check_leaks(folder: Folder, options: argparse.Namespace) -> str:
     try:
         return leak_probe.judge(
             folder.path / "train_gpt.py", artifact, env, val_files(result), options.seconds,
-            result["eval"]["eval_context"], None, protocols_of(result),
-            int(result["config"].get("bos_id", 1)))
+            result["eval"]["eval_context"])
     except leak_probe.ProbeFailed as error:
         raise Broken(f"train_gpt.py: {error}") from None
 
@@ -332,7 +289,7 @@ def check_runs(folder: Folder, options: argparse.Namespace) -> str:
     require(n >= least, f"{n} runs, the rules ask for {least}")
     for entry in excluded:
         require(entry["reason"].strip(), f"submission.json: {entry['run_id']} is excluded without a reason")
-    return f"{n} runs, {len(excluded)} more excluded with reasons" if folder.ours else f"{n} runs"
+    return f"{n} runs, {len(excluded)} more excluded with reasons"
 
 
 def check_distinct(folder: Folder, options: argparse.Namespace) -> str:
@@ -345,25 +302,20 @@ def check_distinct(folder: Folder, options: argparse.Namespace) -> str:
         exact = [final for final in run.finals if final[0].endswith("exact")]       # to the eighth decimal
         score = tuple(exact or [*run.finals, *run.curves["val"], run.time])
         require(score not in scores, f"{run.file} is the same run as {scores.get(score)}")
-        require(run.seed < 0 or run.seed not in seeds,
+        require(run.seed not in seeds,
                 f"{run.file} has seed {run.seed}, as {seeds.get(run.seed)} has")
         seeds[run.seed] = run.file
         scores[score] = run.file
-    if folder.ours:
-        for run, log, result, name in our_runs(folder):
-            same(name, "seed", result["seed"], log, run.seed)
-            require(not run.steps_repeat or result["resumed"],
-                    f"{log}: steps repeat, but {name} says resumed false")
-    if -1 in seeds:
-        raise NoEvidence
+    for run, log, result, name in our_runs(folder):
+        same(name, "seed", result["seed"], log, run.seed)
+        require(not run.steps_repeat or result["resumed"],
+                f"{log}: steps repeat, but {name} says resumed false")
     return "seeds " + ", ".join(str(seed) for seed in seeds)
 
 
 def check_source(folder: Folder, options: argparse.Namespace) -> str:
-    """Each log begins with train_gpt.py or leaves it out; where the folder has none, the logs begin alike."""
+    """Each log begins with train_gpt.py or leaves it out."""
     script = folder.source()
-    if not script or all(run.source is None for run in folder.runs):
-        raise NoEvidence
     for run in folder.runs:
         text = run.source or ""
         if found := first_difference(text.strip(), script.strip()):
@@ -372,11 +324,10 @@ def check_source(folder: Folder, options: argparse.Namespace) -> str:
             raise Broken(f"{run.file}: its source ({len(text.encode())} bytes) differs from train_gpt.py "
                          f"({len(script.encode())} bytes), line {number}: {line[at:at + 60]!r}, "
                          f"not {wanted[at:at + 60]!r}")
-    if folder.ours:
-        for _, _, result, name in our_runs(folder):
-            same(name, "code_sha256", result["code_sha256"], "train_gpt.py", sha256(folder.script))
-            same(name, "bytes_code", result["bytes_code"], "train_gpt.py", len(folder.script))
-            check_companions(folder, result, name)
+    for _, _, result, name in our_runs(folder):
+        same(name, "code_sha256", result["code_sha256"], "train_gpt.py", sha256(folder.script))
+        same(name, "bytes_code", result["bytes_code"], "train_gpt.py", len(folder.script))
+        check_companions(folder, result, name)
     return f"{len(folder.runs)} logs are of train_gpt.py"
 
 
@@ -516,10 +467,6 @@ def json_text(content: Any) -> str:
 
 def check_submission(folder: Folder, options: argparse.Namespace) -> str:
     """submission.json says what logs and results make, number by number."""
-    if not folder.submission:
-        raise NoEvidence
-    if not folder.ours:
-        return check_foreign_submission(folder)
     numbers = computed(folder)
     for key, value in numbers.items():
         same("submission.json", key, folder.submission.get(key), "what the logs make", value)
@@ -529,14 +476,6 @@ def check_submission(folder: Folder, options: argparse.Namespace) -> str:
     found = first_difference(text, json_text(folder.submission))
     require(not found, f"submission.json (line, as it is, as its numbers are written): {found}")
     return f"{len(numbers)} recomputed"
-
-
-def check_foreign_submission(folder: Folder) -> str:
-    """A foreign submission.json against the logs: its scores, its sizes."""
-    found = [*pages.score_findings(folder), *pages.size_findings(folder)]
-    problems = [finding.text for finding in found if finding.text.startswith("submission.json")]
-    require(not problems, "; ".join(problems))
-    return "agree with the logs"
 
 
 def is_member(name: str, companions: Sequence[str]) -> bool:
@@ -552,7 +491,6 @@ def is_member(name: str, companions: Sequence[str]) -> bool:
 
 def check_files(folder: Folder, options: argparse.Namespace) -> str:
     """Each file that submission.json lists is there, unaltered, and no other is."""
-    our_runs(folder)
     listed = folder.submission["files"]
     for name, digest in listed.items():
         require(name in folder.files, f"{name} is missing, submission.json lists it")
@@ -592,7 +530,6 @@ def artifact_name(run: Run, names: list[str]) -> str | None:
 
 def check_readme(folder: Folder, options: argparse.Namespace) -> str:
     """README.md is made from the other files, to the byte."""
-    our_runs(folder)
     marked = folder.read("README.md").startswith(b"\xef\xbb\xbf")
     require(not marked, "README.md begins with a byte order mark")
     top, start, rest = folder.readme.partition(NOTES[0])
@@ -609,29 +546,22 @@ def check_readme(folder: Folder, options: argparse.Namespace) -> str:
 def check_readable(folder: Folder, options: argparse.Namespace) -> str:
     """A script that a person can read: not packed, and within the lines and columns of its rules version."""
     text = folder.source()
-    if not text:
-        raise NoEvidence
     lines = text.splitlines()
     longest = max((len(line) for line in lines), default=0)
     size = f"{len(lines)} lines, the longest of {longest} columns"
     require(longest < 2000, f"train_gpt.py is packed: {size}")
-    try:
-        packed = source.packed_line(text)
-    except (SyntaxError, ValueError, RecursionError):
-        raise NoEvidence from None
+    packed = source.packed_line(text)
     require(not packed, f"train_gpt.py is packed: line {packed} runs decoded text as code")
-    if folder.ours:
-        rules = folder.rules
-        require(not rules.max_lines or len(lines) <= rules.max_lines,
-                f"train_gpt.py: {size}; at most {rules.max_lines} lines are allowed")
-        require(longest <= rules.max_columns,
-                f"train_gpt.py: {size}; at most {rules.max_columns} columns are allowed")
+    rules = folder.rules
+    require(not rules.max_lines or len(lines) <= rules.max_lines,
+            f"train_gpt.py: {size}; at most {rules.max_lines} lines are allowed")
+    require(longest <= rules.max_columns,
+            f"train_gpt.py: {size}; at most {rules.max_columns} columns are allowed")
     return size
 
 
 def check_before(folder: Folder, options: argparse.Namespace) -> str:
     """The record before is known and told as it is; the difference too; the same machine and torch build."""
-    our_runs(folder)
     before = folder.submission["before"]
     others = records_of(folder.submission["track"])
     require(folder.track.rank != "time" or folder.baseline, "time is claimed without logs of a baseline")
@@ -698,7 +628,6 @@ def check_baseline(folder: Folder, before: dict[str, Any]) -> None:
 
 def check_artifact_score(folder: Folder, options: argparse.Namespace) -> str:
     """val_loss of the first artifact at hand, added up here from log_probs alone."""
-    our_runs(folder)
     if options.no_exec:
         raise LeftOut
     for owner, artifact in artifacts_of(folder, options)[:1]:
@@ -713,7 +642,6 @@ def check_rerun(folder: Folder, options: argparse.Namespace) -> str | None:
     """--rerun-eval: the score of each artifact at hand by the folder's script."""
     if not options.rerun_eval:
         return None
-    our_runs(folder)
     if options.no_exec:
         raise LeftOut
     found = artifacts_of(folder, options)
@@ -739,8 +667,6 @@ def rerun_one(folder: Folder, artifact: Path, owner: OurRun, options: argparse.N
             wanted[key] = result[key]
     for key, value in wanted.items():
         limit = tolerance_of(result)
-        if key.endswith("_ttt") and limit < 1e-3:       # steps enlarge rounding
-            limit *= 5
         close = again[key] == value or abs(again[key] - value) < limit
         require(close, f"{artifact.name}: {key} is {again[key]} evaluated again, in {name} {value}")
     return f"val_loss {again['val_loss']:.8f}, in {name} {want['val_loss']:.8f}"
@@ -794,7 +720,6 @@ CHECKS = [
     Rule("public", "finished", check_finished),
     Rule("public", "score", check_score),
     Rule("public", "time", check_time),
-    Rule("public", "val_bpb", check_comparison),
     Rule("public", "time cap", check_time_cap),
     Rule("public", "bytes", check_bytes),
     Rule("public", "evaluation time", check_eval_time),

@@ -279,7 +279,6 @@ def check_said_once(run: Run, log: str, result: dict[str, Any]) -> None:
 # ------------------------------------------------------------ copies
 def check_independent(folder: Folder, options: argparse.Namespace) -> str:
     """No run's curve, times or pace is that of another one with another seed."""
-    our_runs(folder)
     shuffle = folder.result(folder.runs[0])["config"].get("shuffle", "1")
     for runs in (folder.runs, folder.baseline):
         for one, other in itertools.combinations(runs, 2):
@@ -374,7 +373,6 @@ def check_dates(folder: Folder, options: argparse.Namespace) -> str:
 def check_commit(folder: Folder, options: argparse.Namespace) -> str | None:
     """The commit holds the script, or the tool makes it of the commit for the run's preset, where this
     repository knows it."""
-    our_runs(folder)
     commit = folder.submission["git_commit"]
     if commit == "not committed":
         return None
@@ -465,7 +463,6 @@ def check_constants(folder: Folder, options: argparse.Namespace) -> str:
 # ------------------------------------------------------------ texts
 def check_text(folder: Folder, options: argparse.Namespace) -> str:
     """No markup in anything that the page shows, and notes that nobody takes for results."""
-    our_runs(folder)
     for where, content in [("submission.json", folder.submission), *folder.results.items()]:
         for key, value in content.items():
             shown_as_code = key in ("config", "overrides", "before")
@@ -512,7 +509,6 @@ def pinned(package: str) -> str:
 
 def check_picture(folder: Folder, options: argparse.Namespace) -> str:
     """loss.png is what the logs draw, pixel by pixel."""
-    our_runs(folder)
     with tempfile.TemporaryDirectory() as scratch:
         again = Path(scratch, "loss.png")
         record_picture(folder, records_of(folder.submission["track"]), again)

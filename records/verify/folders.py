@@ -231,7 +231,7 @@ class Folder:
 
     def companions(self) -> dict[str, str]:
         """{file beside train_gpt.py that its runs loaded: sha256}; none since rules version 2."""
-        if not self.ours or not self.rules.companions:
+        if not self.rules.companions:
             return {}
         return self.result(self.runs[0]).get("companions", {})
 

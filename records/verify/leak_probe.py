@@ -6,28 +6,22 @@ worker processes with a time limit; they are asked for log-probabilities only an
 2. every row is a distribution: finite, and its exponentials sum to 1;
 3. neither the other rows of a batch, nor their number, nor earlier calls change a row.
 One worker sees the documents as they are, the other only changed ones, in random order and company.
-Scores by golf's other protocols are probed alike: changing the tokens from a position on leaves the nats of
-all tokens before it as they were, and the probabilities of all tokens that may follow the same ones sum to 1.
-Older scripts have protocols that train on what they have scored; after a step, these sums are 1, too.
 It finds mistakes and lazy tricks. Code that looks out for the probe can hide from it: read the source, too.
 
 Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. A request is a line of JSON, then int64
-tokens: {"shape": [B, T]} asks for log-probabilities, {"size": n, "row": T, "protocol": name, "bos": BOS,
-"step": m} for the nats of a stream of n tokens, in rows of T, with steps of training on m of them,
-{"configs": [environment, ...]} for the configurations that the script makes of them.
+tokens: {"shape": [B, T]} asks for log-probabilities, {"configs": [environment, ...]} for the configurations
+that the script makes of them.
 ARTIFACT - means random weights for the configuration that the environment asks for: a leak is a property of
 the code, with any weights.
 """
 import contextlib
-import dataclasses
-import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,8 +33,6 @@ LEAST = 2e-6            # nats that count as no change
 SUM_TOLERANCE = 1e-4    # of the sum of a row's probabilities
 ALIGNMENTS = (8, 16, 32, 64, 128)
 SHORT_ROW = 1024        # tokens: most changes are tried on rows up to this length
-SUM_ROW = 8             # tokens of a document whose last token takes all values, to add up what they have
-SUM_VOCAB = 1 << 13     # tokens up to which this is done: such a stream has 2 * SUM_ROW times as many
 KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")       # of ours, for a stranger's script
 
 
@@ -54,7 +46,7 @@ class ProbeFailed(Exception):
 # ------------------------------------------------------------ scripts with one class for all presets
 class Script:
     """A train_gpt.py and its model, opened for questions: the module offers load_config, load_model,
-    log_probs, GPT, ModelConfig, Team, eval_window and target_nats."""
+    log_probs, GPT and eval_window."""
     def __init__(self, module: ModuleType, artifact: Path | str | None, env: Mapping[str, str]) -> None:
         self.module = module
         self.env = env
@@ -94,22 +86,6 @@ class Script:
             found = self.module.log_probs(self.model, torch.from_numpy(tokens.copy()))
         return found.float().contiguous().numpy()
 
-    def model_constants(self) -> list[str]:
-        """The fields of a configuration that belong to the model."""
-        return [field.name for field in dataclasses.fields(self.module.ModelConfig)]
-
-    def target_nats(self, tokens: np.ndarray, row: int, protocol: str, bos: int, step: int) -> np.ndarray:
-        """tokens (n,) -> nats (n,) of each given those before it, by rows and steps of so many tokens."""
-        constants = {name: getattr(self.cfg, name) for name in self.model_constants()}
-        cfg = self.module.load_config(self.env)     # the rates and the device; the shape is the model's
-        cfg = shortened(dataclasses.replace(cfg, **constants), row, step)
-        return self.call_target_nats(cfg, tokens.astype(np.uint16), bos, protocol)
-
-    def call_target_nats(self, cfg: Any, tokens: np.ndarray, bos: int, protocol: str) -> np.ndarray:
-        team = self.module.Team(cfg, {})
-        by_document = [bos] if "documents" in self.module.PROTOCOLS else []     # a protocol of older scripts
-        return self.module.target_nats(self.model, cfg, tokens, *by_document, protocol, team)
-
 
 def random_weights(model: Any) -> None:
     """Normal ones: zero-initialised projections would hide what flows through them."""
@@ -117,14 +93,6 @@ def random_weights(model: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         p.data.normal_(0, 1 if p.ndim < 2 else max(p.shape) ** -0.5, generator=generator)
-
-
-def shortened(cfg: Any, row: int, step: int) -> Any:
-    """A configuration with rows of so many tokens, whose protocols train on so many at a step."""
-    protocols = dict(eval_sliding=row // 4, eval_documents=row // 4, eval_ttt=step)
-    wanted = {name: value for name, value in protocols.items() if getattr(cfg, name, 0)}
-    return dataclasses.replace(cfg, train_seq_len=row, train_batch_tokens=row, eval_context=row,
-                               eval_stride=0, **wanted)
 
 
 # ------------------------------------------------------------ scripts whose recipes are sections
@@ -143,21 +111,10 @@ class RecipeScript(Script):
                 sizes |= {*self.cfg.windows(stage, self.cfg.train_seq_len).values()}
         return sorted(sizes)
 
-    def model_constants(self) -> list[str]:
-        return [field.name for field in dataclasses.fields(self.cfg) if field.metadata["model"]]
-
-    def call_target_nats(self, cfg: Any, tokens: np.ndarray, bos: int, protocol: str) -> np.ndarray:
-        if hasattr(self.module, "target_nats"):     # of scripts with more protocols
-            return super().call_target_nats(cfg, tokens, bos, protocol)
-        if protocol == "sliding":
-            cfg = dataclasses.replace(cfg, eval_stride=cfg.eval_sliding)
-        return self.module.plain_nats(self.model, cfg, tokens, self.module.Team(cfg, {}))
-
 
 # ------------------------------------------------------------ scripts of rules version 1
 class OldScript(Script):
-    """A script whose model must be told the length and the window, whose shape constants are listed in SHAPE,
-    and whose golf.py stands beside it and takes the module as its first argument."""
+    """A script whose model must be told the length and the window."""
     context = None      # tokens of the rows that the model is set to
 
     def eval_window(self) -> int:
@@ -170,15 +127,6 @@ class OldScript(Script):
             self.context = tokens.shape[1]
             self.model.set_context(self.context, self.eval_window())
         return super().log_probs(tokens)
-
-    def model_constants(self) -> list[str]:
-        return self.module.SHAPE
-
-    def call_target_nats(self, cfg: Any, tokens: np.ndarray, bos: int, protocol: str) -> np.ndarray:
-        golf = importlib.import_module("golf")
-        self.context = None     # golf.py sets another one
-        team = self.module.Team(cfg, {})
-        return golf.target_nats(self.module, self.model, cfg, tokens, bos, protocol, team)
 
 
 # ------------------------------------------------------------ the worker
@@ -212,19 +160,15 @@ def serve(path: Path | str, artifact: Path | str | None) -> None:
         answers.write(json.dumps(head).encode() + b"\n" + raw)
         answers.flush()
 
-    script = open_script(path, None if artifact == "-" else artifact, os.environ)
+    script: Any = open_script(path, None if artifact == "-" else artifact, os.environ)
     answer(script.about())
     while line := sys.stdin.buffer.readline():
         asked = json.loads(line)
         if "configs" in asked:
             answer([script.config(env) for env in asked["configs"]])
-        elif "shape" in asked:
+        else:
             found = script.log_probs(read_tokens(int(np.prod(asked["shape"]))).reshape(asked["shape"]))
             answer(list(found.shape), found.tobytes())
-        else:
-            found = script.target_nats(read_tokens(asked["size"]), asked["row"], asked["protocol"],
-                                       asked["bos"], asked["step"])
-            answer(list(found.shape), found.astype(np.float64).tobytes())
 
 
 def clean_environment() -> dict[str, str]:
@@ -295,15 +239,6 @@ class Model:
         if shape != wanted:
             raise ProbeFailed(f"log_probs of tokens {tokens.shape} has shape {shape}, not {wanted}")
         return self.read(shape, np.float32)
-
-    def target_nats(self, tokens: np.ndarray, row: int, protocol: str, bos: int, step: int) -> np.ndarray:
-        """tokens (n,) -> nats (n,) float64, by rows and steps of so many tokens: enough of them, however long
-        the run's own are."""
-        request = {"size": len(tokens), "row": row, "protocol": protocol, "bos": bos, "step": step}
-        shape = self.ask(request, tokens)
-        if shape != tokens.shape:
-            raise ProbeFailed(f"{protocol}: {len(tokens)} tokens have nats of shape {shape}")
-        return self.read(shape, np.float64)
 
     def close(self) -> None:
         self.timer.cancel()
@@ -445,66 +380,10 @@ def probe_long(fresh: Model, seen: Model, T: int, V: int, rng: np.random.Generat
     return len(places), try_places(fresh, kind, document, base, V, places, NOISE, rng)
 
 
-def probe_stream(fresh: Callable, seen: Callable, log_probs: Callable, protocol: str, bos: int, T: int,
-                 V: int, val_files: Sequence[Path], rng: np.random.Generator, changes: int = 10) -> str:
-    """Asks the function `seen` for the nats of a stream, `fresh` for those of changed ones. The stream has
-    seven rows of T, so that protocols that train make some steps, and documents of about two; the changes lie
-    all over it, every other one begins a document. The first row, which nothing precedes, must have the nats
-    that log_probs gives it, and later ones those of a distribution. Raises ProbeFailed. Returns what was
-    tried."""
-    size = 7 * T + 5
-    worst = 0.0
-    kind, stream = documents(size, V, val_files, rng)[-1]
-    other_than_bos = (bos + 1) % V
-    if kind == "random tokens":
-        stream = np.where(rng.random(size) < 0.5 / T, bos, stream)
-    stream[1:T + 1] = np.where(stream[1:T + 1] == bos, other_than_bos, stream[1:T + 1])
-    base = seen(stream, T, protocol, bos, 2 * T).copy()
-    if not (np.isfinite(base).all() and base[0] == 0 and (base[1:] > 0).all()):
-        raise ProbeFailed(f"{protocol}: the first token must have 0 nats, and every other one more")
-    for part in range(changes):
-        place = int(rng.integers(1 + part * size // changes, (part + 1) * size // changes))
-        changed = stream.copy()
-        changed[place:] = (stream[place:] + rng.integers(1, V, size - place)) % V
-        if part % 2:
-            changed[place] = other_than_bos if stream[place] == bos else bos
-        effect = largest_change(fresh(changed, T, protocol, bos, 2 * T)[:place], base[:place])
-        worst = max(worst, effect)
-        if effect > NOISE:
-            raise ProbeFailed(f"a leak: {protocol}: tokens from {place} on change the nats of earlier ones "
-                              f"by {effect:.3g} ({kind})")
-    first_row = -log_probs(stream[None, :T])[0][np.arange(T), stream[1:T + 1]]
-    if (change := largest_change(first_row, base[1:T + 1])) > NOISE:
-        raise ProbeFailed(f"{protocol}: the nats of the first row are not those of log_probs, by "
-                          f"{change:.3g}")
-    return (f"{protocol}: {changes} changes of later tokens in {kind} of {size}: the largest effect on an "
-            f"earlier token's nats is {worst:.1g}, {check_sum(fresh, protocol, bos, V, rng)}")
-
-
-def check_sum(nats: Callable, protocol: str, bos: int, V: int, rng: np.random.Generator) -> str:
-    """A stream of V short documents that differ in nothing but their last token, each of the V tokens once:
-    as all are scored by the same weights, the probabilities of these tokens sum to 1. Before them, as many
-    random documents, on all of which a protocol that trains makes its only step. Raises ProbeFailed."""
-    if V > SUM_VOCAB:
-        return f"the probabilities of {V} tokens were not added up"
-    before, asked = rng.integers(0, V, (2, V, SUM_ROW))
-    before[:, 0] = asked[:, 0] = bos
-    asked[:, 1:-1] = asked[0, 1:-1]
-    asked[:, -1] = rng.permutation(V)
-    found = nats(np.concatenate([before, asked]).ravel(), SUM_ROW, protocol, bos, before.size)
-    last_tokens = found[before.size + SUM_ROW - 1::SUM_ROW]
-    total = float(np.exp(-last_tokens).sum())
-    if not abs(total - 1) <= NOISE + SUM_TOLERANCE:
-        raise ProbeFailed(f"{protocol}: the probabilities of all tokens that may follow the same ones sum to "
-                          f"{total:.6g}")
-    return f"all probabilities after the same tokens sum to {total:.6f}"
-
-
 def judge(script: Path | str, artifact: Path | None, env: dict[str, str], val_files: Sequence[Path] = (),
-          seconds: float = 120, context: int = 0, seed: int | None = None, protocols: Sequence[str] = (),
-          bos: int = 1) -> str:
+          seconds: float = 120, context: int = 0, seed: int | None = None) -> str:
     """Raises ProbeFailed. Returns what was tried, in one line. context: tokens of an evaluation row; of long
-    ones most changes are tried on 1,024 tokens and a few on all. protocols: golf's, tried after it."""
+    ones most changes are tried on 1,024 tokens and a few on all."""
     rng = np.random.default_rng(seed)
     with contextlib.ExitStack() as stack:
         seen, fresh = (stack.enter_context(contextlib.closing(Model(script, artifact, env, seconds)))
@@ -519,12 +398,9 @@ def judge(script: Path | str, artifact: Path | None, env: dict[str, str], val_fi
             tried += more
             worst = max(worst, effect)
             lengths = f"{T} and {full}"
-        streams = [probe_stream(fresh.target_nats, seen.target_nats, seen.log_probs, protocol, bos,
-                                min(T, 256), V, val_files, rng) for protocol in protocols]
     weights = "the artifact" if artifact else "random weights"
-    text = (f"{tried} changes of later tokens in {' and '.join(kinds)} of {lengths}, {weights}: the largest "
+    return (f"{tried} changes of later tokens in {' and '.join(kinds)} of {lengths}, {weights}: the largest "
             f"effect on an earlier log-probability is {worst:.1g}, every row sums to 1")
-    return "; ".join([text, *streams])
 
 
 def configurations(script: Path | str, envs: list[dict[str, str]], seconds: float) -> list[Any]:
