@@ -1005,13 +1005,23 @@ def start_worker() -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
+def start_pool(processes: int) -> ProcessPoolExecutor | None:
+    """None, and a line that says why, on a system without semaphores or shared memory."""
+    try:
+        return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start_worker)
+    except (OSError, ImportError, NotImplementedError) as error:
+        print(f"working in one process, since this system has no semaphores for more ({error}): slower, with "
+              "the same result", flush=True)
+        return None
+
+
 def parallel_map(function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]],
                  processes: int) -> Generator[Any, None, None]:
     """function(*job) for every job, results in the jobs' order; `jobs` is read a few jobs ahead only."""
-    if processes <= 1:
+    pool = start_pool(processes) if processes > 1 else None
+    if pool is None:
         yield from itertools.starmap(function, jobs)
         return
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start_worker)
     try:
         waiting = deque()
         for job in jobs:

@@ -3,9 +3,11 @@ with few processors or without semaphores."""
 import gzip
 import json
 import lzma
+import multiprocessing.synchronize
 import os
 import random
 from collections import Counter
+from concurrent.futures import process
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ import pytest
 
 from data import inputs, prepare
 from test_overlap import lines_of_words, written
-from test_prepare import make_texts, read_documents, run
+from test_prepare import make_texts, read_documents, run, snapshot
 
 STORIES = [lines_of_words(200 + 37 * i % 700, 1000 + i).rstrip("\n") + "\n" for i in range(300)]
 
@@ -317,6 +319,36 @@ def test_workers_and_threads_are_as_many_as_may_be_used(tmp_path, monkeypatch):
     assert prepare.processes_for(request) == 3
     monkeypatch.setattr(prepare, "MUCH_TEXT", 9)
     assert prepare.processes_for(request) == 1
+
+
+def no_semaphores(*_, **__):
+    raise OSError(38, "Function not implemented")
+
+
+def no_module(*_, **__):
+    raise ImportError("This platform lacks a functioning sem_open implementation")
+
+
+def too_few(*_, **__):
+    raise NotImplementedError("system provides too few semaphores (5 available, 256 necessary)")
+
+
+@pytest.mark.parametrize("place, name, failing", [
+    (multiprocessing.synchronize.SemLock, "__init__", no_semaphores),
+    (multiprocessing.synchronize.SemLock, "__init__", no_module),
+    (process, "_check_system_limits", too_few), (process, "_check_system_limits", no_module)])
+def test_a_system_without_semaphores(tmp_path, monkeypatch, place, name, failing):
+    """As AWS Lambda, some containers and sandboxes: one process, which a line says; the same dataset."""
+    for number in range(2):
+        pq.write_table(pa.table({"text": make_texts(40, seed=number)}), tmp_path / f"{number}.parquet")
+    command = ["--parquet", tmp_path / "0.parquet", tmp_path / "1.parquet", "--name", "toy",
+               "--vocab-size", 400]
+    run(*command, "--processes", 1, "--out", tmp_path / "one")
+    with monkeypatch.context() as context:
+        context.setattr(place, name, failing)
+        said = run(*command, "--processes", 2, "--out", tmp_path / "none")
+    assert said.count("working in one process, since this system has no semaphores") > 0
+    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "none")
 
 
 def test_the_manifest_has_the_bytes_of_the_text(tmp_path):
