@@ -512,18 +512,31 @@ def test_the_screen_of_a_run(tmp_path):
 
 
 def test_the_screen_of_a_proxy(tmp_path, monkeypatch):
-    """What the score is of, and what to try next."""
-    start = dict(kind="start", preset="speedrun", config=dict(model_dim="48", val_tokens="512"), torch="2",
-                 hardware="a CPU", data=dict(fingerprint="x", val_tokens=1001),
-                 overrides=dict(val_tokens=["0", "512"]))
-    score = dict(kind="score", tag="final_model", val_loss=3.4, val_bpb=None)
-    (tmp_path / "final_model.pt").write_bytes(bytes(9))
-    (tmp_path / "events.jsonl").write_text(json.dumps(start) + "\n" + json.dumps(score) + "\n")
+    """What the score is of, the run nearest to it, and what to try next."""
+    def folder_of(name, loss, data="x", **config):
+        config = dict(model_dim="48", matrix_lr="0.02", head_lr="0.1", val_tokens="512") | config
+        start = dict(kind="start", preset="speedrun", config=config, torch="2", hardware="a CPU",
+                     data=dict(fingerprint=data, val_tokens=1001), overrides=dict(val_tokens=["0", "512"]))
+        result = RESULT | start | dict(val_loss=None, val_bpb=None, val_loss_partial=loss)
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "final_model.pt").write_bytes(bytes(9))
+        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "events.jsonl").write_text(json.dumps(start) + "\n" + json.dumps(dict(
+            kind="score", tag="final_model", val_loss=loss, val_bpb=None)) + "\n")
+        return folder, result
+
     monkeypatch.setenv("PROXY", "1")
-    result = RESULT | start | dict(val_loss=None, val_bpb=None, val_loss_partial=3.4)
-    said = [*show.end_lines(tmp_path, result)]
-    assert said[2].startswith("val_loss_partial: the loss on ") and "not with records or targets" in said[2]
+    first = folder_of("first", 3.4)
+    said = [*show.end_lines(*first)]
+    assert said[2] == "  no run to compare with yet: the recipe without changes is its own baseline"
+    assert said[3].startswith("val_loss_partial: the loss on ") and "not with records or targets" in said[3]
     assert 'record try "what it is" NAME=value --preset speedrun --proxy 48 ' in said[-1]
+    folder_of("other_text", 3.0, data="y", matrix_lr="0.03")
+    folder_of("far", 3.1, matrix_lr="0.04", head_lr="0.2")
+    assert show.baseline_line(*folder_of("mine", 3.35, matrix_lr="0.03")) == (
+        "0.0500 ahead of logs/first (matrix_lr 0.02)")
+    assert show.baseline_line(*folder_of("again", 3.41)) == "0.0100 behind logs/first (another seed)"
 
 
 def test_the_screen_of_a_scored_file(tmp_path, capsys):

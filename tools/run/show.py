@@ -124,6 +124,28 @@ def distance(result: dict[str, Any], other: dict[str, Any]) -> str:
     return f"{abs(gap):.4f}{unit} {'behind' if gap > 0 else 'ahead of'} {what}"
 
 
+def baseline_line(folder: Path, result: dict[str, Any]) -> str:
+    """How far a run is from the newest other one on the same data that differs in the fewest constants."""
+    def changes(other: dict[str, Any]) -> list[str]:
+        return [name for name, text in result["config"].items()
+                if other["config"].get(name) != text and name not in ("run_id", "seed")]
+
+    found = []
+    for path in folder.parent.glob("*/result.json"):
+        other = json.loads(inputs.read_text(path))
+        same = all(other.get(name) == result.get(name) for name in ("preset", "data"))
+        if path.parent != folder and same and other.get("val_loss_partial") is not None:
+            found.append((-len(changes(other)), path.stat().st_mtime, path.parent.name, other))
+    if not found:
+        return "no run to compare with yet: the recipe without changes is its own baseline"
+    _, _, name, other = max(found, key=lambda row: row[:2])
+    gap = result["val_loss_partial"] - other["val_loss_partial"]
+    differ = [f"{name} {other['config'].get(name)}" for name in changes(other)]
+    shown = ", ".join(differ[:3]) or "another seed"
+    shown += f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+    return f"{abs(gap):.4f} {'behind' if gap > 0 else 'ahead of'} logs/{name} ({shown})"
+
+
 def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
     """The screen after a run: score, what it compares with, the files, what to try next."""
     yield ""
@@ -138,6 +160,7 @@ def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
     for other in target_of(result).get("compare", ()):
         yield f"  {distance(result, other)}"
     if result.get("val_loss_partial") is not None:
+        yield f"  {baseline_line(folder, result)}"
         yield partial_line([run_of_events(folder / "train.log", read_events(folder))])
     made = [name for name in (SAMPLES, "loss.png") if (folder / name).exists()]
     names = ", ".join(["train.log", "result.json", *made, "train_gpt.py"])
