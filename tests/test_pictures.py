@@ -1,11 +1,14 @@
 """loss.png of a run: everything that it promises is drawn, inside its frame; nothing covers it."""
 import json
+import shutil
 from types import SimpleNamespace
 
 import matplotlib.figure
+import numpy as np
 import pytest
 
 import train_gpt
+from helpers import SCRIPT
 from tools.run import show
 
 # (step, seconds, mean loss of the steps since the line before, or val loss)
@@ -16,16 +19,16 @@ VAL = [(0, 0.0, 11.0), (1000, 41.0, 3.7), (2160, 132.0, 3.27)]
 
 def event_of(kind, step, seconds, loss):
     if kind == "train":
-        return dict(kind=kind, step=step, seconds=seconds, train_loss=loss - 0.5, mean_loss=loss,
-                    lr_factor=1.5 - step / 2160)
+        return dict(kind=kind, step=step, seconds=seconds, train_loss=loss - 0.5, mean_loss=loss)
     return dict(kind=kind, step=step, seconds=seconds, val_loss=loss, val_bpb=None, steps=VAL[-1][0])
 
 
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
-    """settings, curves -> figure, axes of the losses and of the LR of a run with these events"""
+    """settings, curves -> figure, axes of the losses and of the LR, and cfg of a run with these events"""
     figures = []
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    shutil.copy(SCRIPT, tmp_path / "train_gpt.py")
 
     def draw(train=TRAIN, val=VAL, target=None, part=(), result=(), again=(), **settings):
         cfg = train_gpt.load_config(settings)
@@ -41,7 +44,7 @@ def drawn(monkeypatch, tmp_path):
         show.draw_run(tmp_path, told | dict(result), target or {})
         figure = figures.pop()
         axes, right = figure.axes
-        return SimpleNamespace(figure=figure, axes=axes, right=right)
+        return SimpleNamespace(figure=figure, axes=axes, right=right, cfg=cfg)
 
     return draw
 
@@ -50,6 +53,11 @@ def legend_of(figure):
     """{label: what is drawn} of a figure's legend."""
     (legend,) = figure.legends
     return dict(zip([text.get_text() for text in legend.get_texts()], legend.legend_handles))
+
+
+def band_of(axes):
+    (band,) = axes.patches
+    return band.get_x(), band.get_x() + band.get_width()
 
 
 def curve(axes, label):
@@ -62,10 +70,11 @@ PART_LABEL = "a part of val, during training"
 LR_LABEL = "LR factor (right axis)"
 
 
-def test_a_run(drawn):
-    """Losses inside the frame, and the LR."""
+def test_a_run_with_stages(drawn):
+    """Losses inside the frame, the schedule, where the warmdown lowers it, where stages begin."""
     found = drawn(PRESET="speedrun")
-    assert [*legend_of(found.figure)] == [TRAIN_LABEL, "val, at the end 3.2700", LR_LABEL]
+    assert [*legend_of(found.figure)] == [
+        TRAIN_LABEL, "val, at the end 3.2700", "warmdown", "a stage begins", LR_LABEL]
     axes = found.axes
     low, high = axes.get_ylim()
     left, end = axes.get_xlim()
@@ -76,9 +85,52 @@ def test_a_run(drawn):
     # the first two lines are of single steps, and are drawn with the third
     first = (11.4 + 9.5 + 248 * 5.0) / 250
     assert list(losses[0].get_ydata()) == pytest.approx([first, *[loss for *_, loss in TRAIN[3:]]])
+    # the warmdown, from the time of the first step in it
+    cfg = found.cfg
+    done = [train_gpt.scheduled_progress(cfg, step / 2160) for step in range(2160)]
+    step = int(np.argmax(np.array(done) > 1 - cfg.warmdown_frac))
+    known = sorted({(step, seconds) for step, seconds, _ in [*TRAIN, *VAL]})
+    steps, seconds = zip(*known)
+    assert band_of(axes) == pytest.approx((np.interp(step, steps, seconds), 132.0), abs=0.2)
+    begin = [np.interp(stage.first_step, steps, seconds) for stage in cfg.stages()[1:]]
+    ends = [(line.get_xdata()[0], line.get_xdata()[-1]) for line in axes.get_lines()]
+    assert [left for left, right in ends if left == right] == pytest.approx(begin, abs=0.2)
+
+
+@pytest.mark.parametrize("preset, steps, highest", [
+    ("speedrun", 64, 1.51), ("speedrun_plus", 64, 1.52), ("gpt2_plus", 64, 0.6385), ("golf_plus", 64, 1.0)])
+def test_the_learning_rate_is_the_schedule_s(drawn, preset, steps, highest):
+    """That of each step, though a short run has few lines, none in some of its stages."""
+    extension = 0
+    if preset.startswith("speedrun"):
+        extension = 4
+    settings = dict(PRESET=preset, ITERATIONS=str(steps - extension), MAX_WALLCLOCK_SECONDS="0")
+    if extension:
+        settings["EXTENSION_ITERATIONS"] = str(extension)
+    found = drawn([(1, 1.0, 9.0), (10, 10.0, 8.0), (steps, float(steps), 7.0)], [(steps, float(steps), 6.0)],
+                  **settings)
     line = curve(found.right, LR_LABEL)
-    assert list(line.get_xdata()) == [seconds for _, seconds, _ in TRAIN]
-    assert list(line.get_ydata()) == pytest.approx([1.5 - step / 2160 for step, *_ in TRAIN])
+    wanted = [found.cfg.schedule(step, found.cfg.progress(step, step)).lr for step in range(steps)]
+    assert list(line.get_ydata()) == pytest.approx([*wanted, wanted[-1]])
+    assert max(line.get_ydata()) == pytest.approx(highest, abs=0.005)
+    assert line.get_drawstyle() == "steps-post"
+    assert list(line.get_xdata()[1:]) == pytest.approx([*range(1, steps + 1)])
+
+
+def test_the_clock_of_a_capped_run_lowers_the_learning_rate(drawn):
+    """tiny: half of the seconds, whatever the steps."""
+    found = drawn([(1, 20.0, 9.0), (100, 50.0, 8.0), (300, 119.0, 7.0)], [(301, 120.0, 6.0)])
+    seconds, lr = curve(found.right, LR_LABEL).get_data()
+    assert np.interp([30, 59, 90, 119], seconds, lr) == pytest.approx([1, 1, 0.5, 1 / 60], abs=0.02)
+    assert band_of(found.axes) == pytest.approx((60, 120), abs=0.5)
+
+
+def test_without_a_warmdown_there_is_no_band(drawn):
+    found = drawn([(1, 20.0, 9.0), (300, 119.0, 7.0)], [(301, 120.0, 6.0)], WARMDOWN_FRAC="0",
+                  BATCH_SCHEDULE="1")
+    assert not found.axes.patches
+    found = drawn([(1, 1.0, 9.0), (50, 50.0, 8.0)], [(50, 50.0, 6.0)], PRESET="golf", WARMDOWN_ITERS="0")
+    assert [*legend_of(found.figure)] == [TRAIN_LABEL, "val, at the end 6.0000", LR_LABEL]
 
 
 def test_a_part_of_val_is_a_curve_of_its_own(drawn):

@@ -7,34 +7,71 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
     sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
 from data import inputs  # noqa: E402
-from records.judge.runs import Refused, batch_means, demand, read_events, run_of_events  # noqa: E402
+from records.judge.runs import Refused, Run, batch_means, demand, read_events, run_of_events  # noqa: E402
 from records.judge.scores import partial_line  # noqa: E402
 from records.show.curves import SPLITS  # noqa: E402
 from tools.run import plan  # noqa: E402
 from tools.run.sample import (  # noqa: E402
-    SAMPLES, Settings, brief, find_model, keep, sample_lines)
+    SAMPLES, Settings, brief, find_model, import_script, keep, sample_lines)
 from tools.run.watch import in_rows, target_of  # noqa: E402
 
 SAMPLE_ROWS = 5         # of each sample on a terminal; samples.txt has them all
 MOST_CHANGES = 90      # characters of the line in loss.png that names what a run changed
+SCHEDULE_POINTS = 2000  # of the curve of the learning rate
 CLEAR = "\x1b[K"        # clears what a terminal's line held before
 
 
 # ------------------------------------------------------------ loss.png
-def draw_lr(right: Any, events: Sequence[dict[str, Any]]) -> None:
-    """The LR factor of the reported steps, on an axis of its own."""
-    steps = [event for event in events if event["kind"] == "train"]
-    reported = sorted([(event["seconds"], event["lr_factor"]) for event in steps])
-    right.plot(*zip(*reported), color="tab:green", linewidth=1.2, label="LR factor (right axis)")
-    right.set(ylabel="LR factor", ylim=(0, 1.15 * max([lr for _, lr in reported]) or 1))
+class Steps(NamedTuple):
+    """What the schedule gave the steps of a run, each array (n,): at most SCHEDULE_POINTS of them."""
+    seconds: np.ndarray     # of training, when the step began
+    lr: np.ndarray          # factor on the learning rates
+    warmdown: np.ndarray    # bool: does the warmdown lower it?
+    stage: np.ndarray       # number of the stage
+
+
+def schedule_of(run: Run, script: Path) -> Steps:
+    """The schedule of a run, computed step by step with the script that trained it: log lines are too few.
+    They time some steps; the others are interpolated."""
+    module = import_script(script)
+    cfg = module.load_config({name.upper(): text for name, text in run.config.items()})
+    without = replace(cfg, **{name: 0 for name in ("warmdown_frac", "warmdown_iters") if name in vars(cfg)})
+    times = {point.step: point.seconds for split in ("train", "val") for point in run.curves[split]}
+    known = sorted(times)
+    steps = np.unique(np.linspace(0, max(1, known[-1]) - 1, SCHEDULE_POINTS).astype(int))
+    rows = []
+    seconds_of = np.interp(steps, known, [times[step] for step in known])
+    for step, seconds in zip(steps.tolist(), seconds_of.tolist()):
+        progress = cfg.progress(step, seconds)
+        lr = cfg.schedule(step, progress).lr
+        stage = cfg.stages().index(module.stage_at(cfg, progress))
+        rows.append((seconds, lr, lr < without.schedule(step, progress).lr, stage))
+    return Steps(*[np.array(column) for column in zip(*rows)])
+
+
+def draw_schedule(axes: Any, right: Any, steps: Steps, end: float) -> None:
+    """The LR factor on an axis of its own, the warmdown as a band, and where stages begin. end: seconds."""
+    seconds = np.append(steps.seconds, end)     # the last step is drawn to its end
+    right.plot(seconds, np.append(steps.lr, steps.lr[-1]), color="tab:green", linewidth=1.2,
+               drawstyle="steps-post", label="LR factor (right axis)")
+    right.set(ylabel="LR factor", ylim=(0, 1.15 * max(steps.lr) or 1))
+    if steps.warmdown.any():
+        axes.axvspan(steps.seconds[steps.warmdown][0], end, color="0.5", alpha=0.14, linewidth=0,
+                     label="warmdown")
+    for i, at in enumerate(steps.seconds[1:][np.diff(steps.stage) > 0]):
+        axes.axvline(at, color="tab:purple", linestyle=(0, (1, 3)), linewidth=1.2,
+                     label="" if i else "a stage begins")
 
 
 def name_of(result: dict[str, Any]) -> str:
@@ -56,11 +93,10 @@ def changes_of(result: dict[str, Any]) -> str:
 
 def draw_run(folder: Path, result: dict[str, Any], target: dict[str, Any]) -> None:
     """Draws loss.png of a finished run: train_loss as means of many batches, val_loss, the loss on the part
-    of val that is scored during training, the LR. target: what records/targets.json has for the track;
+    of val that is scored during training, the schedule. target: what records/targets.json has for the track;
     in grey are the record's curve and final scores to compare with, as nats per token of this text."""
     from matplotlib.figure import Figure
-    events = read_events(folder)
-    run = run_of_events(folder / "train.log", events)
+    run = run_of_events(folder / "train.log", read_events(folder))
     figure = Figure(figsize=(8, 5.2), layout="constrained")
     axes = figure.subplots()
     right = axes.twinx()
@@ -81,7 +117,7 @@ def draw_run(folder: Path, result: dict[str, Any], target: dict[str, Any]) -> No
             dashes.append(dashes.pop(0))
     val = [(point.seconds, point.loss) for point in run.curves["val"]]
     axes.plot(*zip(*val), "o-", color="tab:red", markersize=5, label=f"val, at the end {val[-1][1]:.4f}")
-    draw_lr(right, events)
+    draw_schedule(axes, right, schedule_of(run, folder / "train_gpt.py"), val[-1][0])
     axes.set(xlabel="train_time (s)", ylabel="nats per token", yscale="log", xlim=(0, None))
     axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
     axes.grid(alpha=0.3, which="both")
