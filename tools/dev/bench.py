@@ -3,8 +3,8 @@
     ./run.sh bench [PRESET] [NAME=value ...] [--steps N] [--repeats N]
 
 Trains a few steps again and again and prints medians: tok/s, matmul FLOP/s against the rate of plain matrix
-products, and the shares of forward + backward, the optimizer, and the rest of the loop (loading, logging,
-schedules). Needs the preset's data; leaves no run folder. PRESET and NAME=value work everywhere below, too.
+products, on a GPU also against its peak (MFU), and the shares of forward + backward, the optimizer, and the
+rest of the loop (loading, logging, schedules). Needs the preset's data; leaves no run folder. PRESET and NAME=value work everywhere below, too.
 
     ./run.sh bench --arm "NAME=value ..." --arm "..." [--steps N]
     ./run.sh bench --arm before=PATH --arm after=
@@ -47,6 +47,7 @@ from torch import Tensor  # noqa: E402
 
 import train_gpt  # noqa: E402
 from tools.dev import older_trainers  # noqa: E402
+from tools.run import cards  # noqa: E402
 
 if TYPE_CHECKING:
     from train_gpt import Config, Run, Stage, Team, TrainState
@@ -204,6 +205,14 @@ def step_table(settings: dict[str, str], steps: int, repeats: int) -> None:
     print(f"step    {1e3 * step:.2f} ms ({1e3 * low:.2f} to {1e3 * high:.2f}), {tokens / step:,.0f} tok/s")
     print(f"parts   forward+backward {passes:.1%}, optimizer {update:.1%}, rest of the loop {rest:.1%}")
     print(f"matmul  {flops / 1e9:,.0f} GFLOP/s, {flops / rate:.1%} of what plain products reach")
+    if team.on_gpu:
+        print(f"mfu     {mfu_text(flops, torch.cuda.get_device_name())}")
+
+
+def mfu_text(flops: float, card: str) -> str:
+    """FLOP/s over the card's dense bf16 peak."""
+    peak = cards.peak_flops(card)
+    return f"{flops / peak:.1%} of {peak / 1e12:.0f} bf16 TFLOP/s" if peak else f"? (no peak is known for {card})"
 
 
 # ---------- settings and checkouts beside each other
