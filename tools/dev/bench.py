@@ -4,7 +4,8 @@
 
 Trains a few steps again and again and prints medians: tok/s, matmul FLOP/s against the rate of plain matrix
 products, on a GPU also against its peak (MFU), and the shares of forward + backward, the optimizer, and the
-rest of the loop (loading, logging, schedules). Needs the preset's data; leaves no run folder. PRESET and NAME=value work everywhere below, too.
+rest of the loop (loading, logging, schedules). Needs the preset's data; leaves no run folder. PRESET and
+NAME=value work everywhere below, too.
 
     ./run.sh bench --arm "NAME=value ..." --arm "..." [--steps N]
     ./run.sh bench --arm before=PATH --arm after=
@@ -212,7 +213,9 @@ def step_table(settings: dict[str, str], steps: int, repeats: int) -> None:
 def mfu_text(flops: float, card: str) -> str:
     """FLOP/s over the card's dense bf16 peak."""
     peak = cards.peak_flops(card)
-    return f"{flops / peak:.1%} of {peak / 1e12:.0f} bf16 TFLOP/s" if peak else f"? (no peak is known for {card})"
+    if not peak:
+        return f"? (no peak is known for {card})"
+    return f"{flops / peak:.1%} of {peak / 1e12:.0f} bf16 TFLOP/s"
 
 
 # ---------- settings and checkouts beside each other
