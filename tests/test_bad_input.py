@@ -128,11 +128,6 @@ BAD_DATA = {
                                                  write_shard(TRAIN, np.arange(64))), ["train tokens", "64"]),
     "no documents": (None, ["no token 65535 begins a document"],
                      dict(PRESET="gpt2", DEPTH="0", TARGET_PARAM_DATA_RATIO="0", CORE="0", BOS_ID="65535")),
-    "one shard of three": (lambda s: [path.unlink() for path in DATA.glob("*_train_*[12].bin")],
-                           ["307200 train tokens are needed", "max_epochs=1 of 44001"],
-                           dict(MAX_EPOCHS="1", ITERATIONS="300")),
-    "more tokens than the epochs have": (None, ["819200 train tokens are needed", "max_epochs=2 of 120000"],
-                                         dict(MAX_EPOCHS="2", BATCH_SCHEDULE="1,3", ITERATIONS="400")),
     "manifest cut": (lambda s: cut(MANIFEST, 300), ["manifest.json"]),
     "a file without a path": (lambda s: edit_manifest(files=[{"split": "val"}]), ["manifest.json"]),
     "a manifest of another kind": (lambda s: MANIFEST.write_text("[1]"), ["manifest.json"])}
