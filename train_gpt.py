@@ -1344,8 +1344,7 @@ def quantize_by_maximum(w: Tensor, levels: float, floor: float) -> tuple[Tensor,
     CLIP_PERCENTILE of magnitudes / levels, but at least floor."""
     clip = torch.from_numpy(np.percentile(w.abs().double(), CLIP_PERCENTILE, 1)).float()
     scale = (clip / levels).clamp_min(max(floor, MIN_SCALE))
-    rows = (w / scale[:, None]).round().clamp(-levels, levels)
-    return rows.to(torch.int8), scale.half()
+    return (w / scale[:, None]).round().clamp(-levels, levels).to(torch.int8), scale.half()
 
 def packed_tensors(w: Tensor, row: Row, cfg: Any, numbers: int, **options: Any) -> dict[str, Tensor]:
     """What the artifact stores for w, {suffix of its name: tensor}. By row.precision: int8 rows and their
@@ -2501,7 +2500,8 @@ def main(argv: Sequence[str], env: Mapping) -> int:
         run_once(argv, env, log)
         if dist.is_initialized():
             dist.destroy_process_group()
-        return 0
+        with log.file, log.events:  # closes them
+            return 0
     except (Exception, KeyboardInterrupt) as error:
         why = explain(error)
         code = 2 if isinstance(error, Refused) and not log.path else 1

@@ -38,7 +38,8 @@ INSTEAD = [
     # a game's own shapes do not fit the toy data: its plan
     (r"(run\.sh (?:golf|speedrun|gpt2(?! --depth))\b.*)$", r"\1 --dry-run"),
     (r"torchrun .* train_gpt\.py --preset=(\w+)$", r"python -m tools.run.preflight --preset=\1 --dry-run"),
-    (r"run\.sh test\b(.*)", r"run.sh test\1 --collect-only tests/test_gpu.py"),
+    # what starts no processes of its own: programs are forks here
+    (r"run\.sh test\b(.*?)( -n \d)?$", r"run.sh test\1 --collect-only tests/test_gpu.py"),
     (r"run\.sh static .*", "run.sh static --help"),
     (r"run\.sh gpu-report.*", "run.sh gpu-report --help"), (r"run\.sh bench .*", "run.sh bench --help")]
 NETWORK = re.compile(r"run\.sh data (?:sp1024|sp8192|gpt2|fineweb-edu|climbmix|core)\b")
