@@ -611,7 +611,8 @@ def init_parameters(model: Model, seed: int) -> dict[str, Tensor]:
     values = {}
     for name, p in model.named_parameters():
         row = table[kind_of(name)]
-        layer = int(next(filter(str.isdigit, name.split(".")), 0))
+        require(row.init in INITS, f"init={row.init} of {name} is none of {', '.join(INITS)}")
+        layer = int(next(filter(str.isdigit, name.split(".")), 0))  # blocks.3.query: 3; embed: 0
         scale = row.scale + row.change * layer / max(1, model.cfg.num_layers - 1)
         values[name] = INITS[row.init](torch.zeros(p.shape), scale, generator)
     return values
@@ -1407,8 +1408,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu",
     shape = payload["shape"]
     tensors = payload["tensors"]
     recipe = recipe_of(shape["preset"])
-    if not isinstance(base, recipe):
-        base = recipe()
+    base = base if isinstance(base, recipe) else recipe()
     unknown = {*shape} - {f.name for f in fields(recipe)}
     require(not unknown, f"{Path(path).name}: {shape['preset']} here has no {', '.join(unknown)}")
     # one row per step, because the file's row length may not divide any other batch
@@ -1552,9 +1552,10 @@ HEAD_MOST = (0.0, 0.875, 1.0)
 
 def head_scales(C: int, tokens: int, most: Scales) -> tuple:
     """The scales that Fp8Linear takes for such a `most`."""
-    largest = [C**0.5 if number == 0 else number for number in most]
-    scale_input, scale_weight = [number and number / E4M3_MAX for number in largest[:2]]
-    return scale_input, scale_weight, largest[2] / E4M3_MAX / tokens
+    most_input, most_weight, most_gradient = [C**0.5 if number == 0 else number for number in most]
+    scale_input = None if most_input is None else most_input / E4M3_MAX
+    scale_weight = None if most_weight is None else most_weight / E4M3_MAX
+    return scale_input, scale_weight, most_gradient / E4M3_MAX / tokens
 
 def fp8_part(cfg: Any, on_gpu: bool, log: Logger | None = None, further: Sequence[int] = ()) -> str:
     """off, head or all, as cfg.fp8 says; auto-: only on a GPU that has fp8 and if the sizes allow it. log:
@@ -1837,7 +1838,8 @@ def fp8_fused_loss(x: Tensor, head: Tensor, targets: Tensor, cap: Cap, weights: 
 def fast_loss(cfg: Any, on_gpu: bool, loss: Kernel,
               row_losses: RowLosses | None = None) -> dict[str, Callable]:
     """{"loss": the fastest lm_loss() on this device}, or {} where torch.compile makes it. loss: fused_loss()
-    or a version with its signature. row_losses: kernel_losses() if the vocabulary may be large."""
+    or fp8_fused_loss(), which torch.compile cannot make. row_losses: kernel_losses() if the vocabulary may be
+    large."""
     if on_gpu and not (cfg.triton_kernels and triton):
         return {} if loss is fused_loss else dict(loss=loss)
     if on_gpu and row_losses and cfg.vocab_size >= LEAST_KERNEL_VOCABULARY:
@@ -1917,7 +1919,7 @@ class Team:
                  for name, value in of_ranks[0].items() if there.get(name) != value]
         if other and self.rank:
             sys.exit(2)  # rank 0 says why
-        require(not other, "; ".join(other[:1]))
+        require(not other, next(iter(other), ""))
 
 class Log:
     """Lines to rank 0's terminal and, once a run folder is open, to its train.log; events, which are for
@@ -2525,12 +2527,12 @@ class Staged(Config):
     stage_starts: tuple = option((), "fractions of iterations at which stages begin", 0, 1, of=float)
     batch_schedule: tuple = option((), "train_batch_tokens times this, per stage", 1, 1024, of=int)
     seq_schedule: tuple = option((), "train_seq_len times this, per stage", 1, 1024, of=int)
-    packing: str = option("rows", "how training rows are cut from the stream", choices=("rows",))
+    packing: str = option("rows", "how training rows are cut from the stream: see Rows", choices=("rows",))
     shuffle: bool = option(False, "training rows in one random order; 0: in order")
     max_epochs: int = optional(0, "passes over the training tokens; 0: any number")
     triton_kernels: bool = option(True, "our own Triton kernels on a GPU; 0: what torch.compile generates")
     # {packing: class of Packer}
-    packers: ClassVar[dict[str, type[Packer]]] = {}
+    packers: ClassVar[dict[str, type[Packer]]] = dict(rows=Rows)
 
     def packer(self, data: Data, loader: Loader) -> "Packer":
         self.check_data(data)
@@ -2604,7 +2606,6 @@ class Tiny(Staged):
     train_seq_len: int = option(4096, "tokens per row", 2, 1 << 20, model=True)
     train_batch_tokens: int = option(4_096, "tokens per step over all ranks in the first stage", 1, 1 << 30)
     shuffle: bool = option(True, "training rows in one random order; 0: in order")
-    packing: str = option("rows", "how training rows are cut from the stream: see Rows", choices=("rows",))
     train_log_every: int = optional(50, "steps between train_loss lines after step 10; 0: every 100")
     # optimizer
     matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)
@@ -2648,8 +2649,6 @@ class Tiny(Staged):
             orders = getattr(self, name)
             require(orders == (0,) or len({0, *orders}) > len(orders),
                     f"{name}={show(orders)}: each one once, or 0 alone")
-
-    packers = dict(rows=Rows)
 
     def parameter_table(self) -> dict[str, Row]:
         """{kind: Row}"""

@@ -126,9 +126,9 @@ class Launcher:
     def attempt(self, trainer: Guarded, words: Sequence[str], ranks: int) -> int:
         """Trains until the trainer has ended. Returns its exit code."""
         self.signals.follow(trainer)
-        # One thread a rank, as torchrun has it; ranks meet here, wherever the host's name leads
-        of_ranks = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} if ranks > 1 else {}
-        trainer.run(words, {name: text for name, text in of_ranks.items() if name not in os.environ})
+        # like torchrun, unless told otherwise
+        alone = {"OMP_NUM_THREADS": "1"} if ranks > 1 and "OMP_NUM_THREADS" not in os.environ else {}
+        trainer.run(words, alone)
         pulse = Pulse(ranks)
         hung = follow(trainer, self.screen, self.progress, self.logger, self.signals, pulse)
         code = trainer.wait()

@@ -14,7 +14,7 @@ import train_gpt
 from tools.run import cards
 from tools.run.machine import Machine
 from train_gpt import (
-    Config, Stage, Tiny, horizon_weights, kind_of, looped_order, packed_tensors, parameter_counts,
+    Config, Stage, Tiny, horizon_weights, kind_of, packed_tensors, parameter_counts,
     parse_value, per_layer, require, rows_at_once, stage_at, total_steps)
 
 CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (docs/log.md)
@@ -53,8 +53,8 @@ def layers_of(cfg: Any, stage: Stage | None = None) -> list[Layer]:
     seen["P"] = seen["S"]
     kinds = per_layer(vars(cfg).get("window_pattern", "L"), cfg.num_layers)
     order = [*range(cfg.num_layers)]
-    if hasattr(stage, "loops"):
-        order = looped_order(cfg.num_layers, cfg.loop_layers, stage.loops)
+    if hasattr(cfg, "layer_order"):  # some layers run several times
+        order = cfg.layer_order(stage)
     return [Layer(seen[kind], 0 if kind == "0" else cfg.mlp_mult, order.count(i))
             for i, kind in enumerate(kinds)]
 
