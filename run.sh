@@ -11,8 +11,9 @@
 # tokens; data climbmix | fineweb-edu [-n SHARDS]: published text, tokenized here; data core: the tasks of CORE.
 # PYTHON=path uses that interpreter as it is: no virtual environment, no installation.
 set -u
-# The checkout's folder, also where a link leads to this file or CDPATH names other places
-unset CDPATH
+# The checkout's folder, also where a link leads to this file or CDPATH names other places: `python -m` finds our
+# modules there, unless PYTHONSAFEPATH is set
+unset CDPATH PYTHONSAFEPATH
 here=${BASH_SOURCE[0]:-$0}
 cd -- "$(dirname -- "$(readlink -f -- "$here" 2>/dev/null || echo "$here")")" || exit 1
 
@@ -130,19 +131,19 @@ build=""
 case "${1:-}" in
     -h | --help | help) sed -n '2,12s/^# //p' run.sh; exit ;;
     setup) setup; exit ;;
-    data) case "${2:-}" in "" | -*) program=data/prepare.py ;; *) program=data/download.py ;; esac ;;
+    data) case "${2:-}" in "" | -*) program=data.prepare ;; *) program=data.download ;; esac ;;
     test)
-        program=tools/dev/test.py
+        program=tools.dev.test
         [ -z "${TORCH:-}" ] && [ "${2:-} ${3:-}" != "-m static" ] || build=static_ ;;
-    static) program=tools/gpu/static.py build=static_ ;;
-    bench) program=tools/dev/bench.py ;;
-    gpu-report) program=tools/gpu/report.py ;;
-    script) program=tools/run/script.py ;;
-    sample) program=tools/run/sample.py ;;
-    record) program=records/record.py ;;
-    board) program=records/record.py; set -- record "$@" ;;
-    *) program=tools/run/launch.py; set -- train "$@" ;;
+    static) program=tools.gpu.static build=static_ ;;
+    bench) program=tools.dev.bench ;;
+    gpu-report) program=tools.gpu.report ;;
+    script) program=tools.run.script ;;
+    sample) program=tools.run.sample ;;
+    record) program=records.record ;;
+    board) program=records.record; set -- record "$@" ;;
+    *) program=tools.run.launch; set -- train "$@" ;;
 esac
 shift
 "${build}setup" >&2
-exec "$PYTHON" "$program" "$@"
+exec "$PYTHON" -m "$program" "$@"

@@ -1,14 +1,14 @@
 """Download published data, verify it, and lay it out as the trainer reads it.
 
-    python data/download.py sp1024            # 10 train shards (1B tokens), all val shards, the tokenizer
-    python data/download.py sp1024 -n 80      # more train shards; complete files are kept
-    python data/download.py sp1024 -n 0       # all that the repository lists
-    python data/download.py sp8192 -n 128     # the same text by 8,192 pieces
-    python data/download.py gpt2              # the speedrun's: GPT-2 tokens, 9 train shards (900M tokens)
-    python data/download.py gpt2-vocab        # the bytes of GPT-2's tokens (1 MB), for speedrun_plus
-    python data/download.py climbmix          # text, 220 train shards and val (22 GB), tokenized here
-    python data/download.py fineweb-edu       # the same with another text
-    python data/download.py core              # the 22 tasks of CORE
+    python -m data.download sp1024            # 10 train shards (1B tokens), all val shards, the tokenizer
+    python -m data.download sp1024 -n 80      # more train shards; complete files are kept
+    python -m data.download sp1024 -n 0       # all that the repository lists
+    python -m data.download sp8192 -n 128     # the same text by 8,192 pieces
+    python -m data.download gpt2              # the speedrun's: GPT-2 tokens, 9 train shards (900M tokens)
+    python -m data.download gpt2-vocab        # the bytes of GPT-2's tokens (1 MB), for speedrun_plus
+    python -m data.download climbmix          # text, 220 train shards and val (22 GB), tokenized here
+    python -m data.download fineweb-edu       # the same with another text
+    python -m data.download core              # the 22 tasks of CORE
 
 Token shards: writes OUT/datasets/<name>/*.bin, OUT/tokenizers/*.model and, last, manifest.json beside the
 shards. It lists the first N train shards and all val shards, all verified in this run.
@@ -44,11 +44,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
-    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
-from data import inputs  # noqa: E402
+from data import inputs
 
 if TYPE_CHECKING:  # imported where they are needed: without them, this says what to install
     import numpy as np

@@ -24,11 +24,11 @@ import sentencepiece as spm
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_gpt.py"
+OURS = {"PYTHONPATH": str(ROOT)}  # for `python -m tools...` in another folder
 sys.path.insert(0, str(ROOT))
 
 import fork_server  # noqa: E402
 from toy_text import library_documents  # noqa: E402
-
 
 
 def sources(*folders):
@@ -200,20 +200,25 @@ def calibrated(cfg, model, data, team, log=print):
     return cfg.calibrate(fake_run(cfg, model, data, team, log))
 
 
-def run_cli(cwd, *args, ranks=0, env=None, timeout=300, script=SCRIPT, python=""):
-    """The script in a subprocess, its environment clean; under torchrun if ranks > 0 -> code, out, err.
-    python: sys.executable for an interpreter of its own, else a fork, which is much faster."""
+def run_cli(cwd, *args, ranks=0, env=None, timeout=300, script=SCRIPT, module="", python=""):
+    """The script, or a module of ours, in a subprocess, its environment clean; under torchrun if ranks > 0
+    -> code, out, err. python: sys.executable for an interpreter of its own, else a fork, which is much
+    faster."""
     python = python or fork_server.start()
     clean = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ} | {"OMP_NUM_THREADS": "1"}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    done = subprocess.run([python, *launcher, str(script), *args], cwd=cwd, env=clean | (env or {}),
+    program = [str(script)]
+    if module:
+        program = ["-m", module]
+        clean |= OURS
+    done = subprocess.run([python, *launcher, *program, *args], cwd=cwd, env=clean | (env or {}),
                           capture_output=True, text=True, timeout=timeout, errors="replace")
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
 def on_terminal(command, cwd, columns=100, env=None):
     """(exit code, lines that stay, every state of the line that is rewritten) on a terminal."""
-    own = {name: text for name, text in os.environ.items() if name != "COLUMNS"}    # xdist sets it
+    own = {name: text for name, text in os.environ.items() if name != "COLUMNS"} | OURS     # xdist sets it
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(cwd)

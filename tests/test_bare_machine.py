@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers import ROOT, SCRIPT, TOY
+from helpers import OURS, ROOT, SCRIPT, TOY
 from records.verify import scripts
 
-LAUNCH = ROOT / "tools/run/launch.py"
+LAUNCH = ("-m", "tools.run.launch")
 SMALL = TOY | dict(
     ITERATIONS="2", VAL_TOKENS="512", NUM_LAYERS="1", MODEL_DIM="16", NUM_HEADS="1", COUNT_ORDERS="0",
     COUNT_WORDS="0", COPY_ORDERS="0", OMP_NUM_THREADS="1", RUN_ID="r")
@@ -27,7 +27,7 @@ def place(tiny_data, tmp_path):
 def run(place, *words, **env):
     """A program in that folder, in a clean environment -> exit code, out, err."""
     clean = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
-    done = subprocess.run([*map(str, words)], cwd=place, env=clean | SMALL | env, capture_output=True,
+    done = subprocess.run([*map(str, words)], cwd=place, env=clean | OURS | SMALL | env, capture_output=True,
                           text=True, timeout=300)
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)
 
@@ -39,7 +39,7 @@ def test_no_compiler(place):
     bare.mkdir()
     for name in ("grep", "uname", "sh", "du"):
         (bare / name).symlink_to(shutil.which(name))
-    done = run(place, sys.executable, LAUNCH, COMPILE="1", PATH=str(bare))
+    done = run(place, sys.executable, *LAUNCH, COMPILE="1", PATH=str(bare))
     assert done.code == 0 and done.err == "", done.err
     said = [line for line in done.out.splitlines() if line.startswith("compile: ")]
     assert len(said) == 1 and said[0].startswith("compile: there is no C++ compiler (g++), so the step ")
@@ -57,7 +57,7 @@ def test_an_old_python_by_hand(tmp_path):
 
 def test_a_home_that_cannot_be_written(place):
     """Nothing needs it. A folder that cannot exist stands for it, as root may write anywhere."""
-    done = run(place, sys.executable, LAUNCH, HOME="/proc/nowhere")
+    done = run(place, sys.executable, *LAUNCH, HOME="/proc/nowhere")
     assert done.code == 0 and "Traceback" not in done.out + done.err, done.err
     assert (place / "logs/r/loss.png").exists()
 

@@ -63,7 +63,7 @@ def run(preset, parts, folder):
     words = ["--run", preset, *parts, "--trainer", folder, "--json", folder / "found.json"]
     if folder == ROOT:
         words = ["--run", preset, *parts]
-    command = [sys.executable, ROOT / "tools/gpu/static.py", *words]
+    command = [sys.executable, "-m", "tools.gpu.static", *words]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 

@@ -15,7 +15,7 @@ import torch
 
 import exact
 import train_gpt
-from helpers import ROOT, SCRIPT, run_cli, wait_until, with_boards
+from helpers import OURS, ROOT, SCRIPT, run_cli, wait_until, with_boards
 from tools.dev import bench
 from tools.gpu import parts as gpu_parts
 from tools.gpu import plan as gpu_plan
@@ -563,14 +563,14 @@ def test_steps_that_take_longer_in_their_stage_are_no_pause():
 @pytest.mark.parametrize("words, sentence", [
     (["FP9=off"], "FP9 is no constant"), (["fp8=off"], "fp8 is no constant"), (["bord"], "bord is none of")])
 def test_what_is_mistyped_is_refused(words, sentence, tmp_path):
-    done = run_cli(tmp_path, *words, script=ROOT / "tools/gpu/report.py")
+    done = run_cli(tmp_path, *words, module="tools.gpu.report")
     assert (done.code, done.out) == (2, "...   importing torch\n")
     assert done.err.startswith(f"gpu-report: {sentence}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_a_fault_whatever_is_asked_for(tmp_path):
-    done = run_cli(tmp_path, "--only=loop", script=ROOT / "tools/gpu/report.py")
+    done = run_cli(tmp_path, "--only=loop", module="tools.gpu.report")
     assert done.code == 1 and "torch finds no GPU, so no preset was measured" in done.out
 
 
@@ -587,7 +587,7 @@ def screen_of(text):
 @pytest.mark.slow
 def test_the_rehearsal_and_the_screen_in_the_docs(tmp_path):
     """It ends well, and first_gpu.md shows what it prints."""
-    done = run_cli(tmp_path, "--toy", script=ROOT / "tools/gpu/report.py", timeout=600)
+    done = run_cli(tmp_path, "--toy", module="tools.gpu.report", timeout=600)
     assert done.code == 0, done.out + done.err
     page = (ROOT / "docs/first_gpu.md").read_text(encoding="utf-8")
     shown = screen_of(page)
@@ -602,8 +602,8 @@ def test_the_structure_on_the_stand_in(tmp_path):
         "TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192 VOCAB_SIZE=1024"
     words = ["speedrun", *small.split(), "--only", "kernels,loop", "--minutes=60"]
     done = subprocess.run(
-        [sys.executable, ROOT / "tools/gpu/report.py", *words], cwd=tmp_path, capture_output=True, text=True,
-        env=static_gpu.environment(library, static_gpu.CARDS["h100"], 1, tmp_path))
+        [sys.executable, "-m", "tools.gpu.report", *words], cwd=tmp_path, capture_output=True, text=True,
+        env=OURS | static_gpu.environment(library, static_gpu.CARDS["h100"], 1, tmp_path))
     rows = json.loads((tmp_path / "gpu_report.json").read_text())["verdicts"]
     faults = [row["text"] for row in rows if row["verdict"] == "FAULT"]
     assert not faults and len(rows) > 8, done.stdout + done.stderr

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import train_gpt
-from helpers import ROOT, SCRIPT, TOY, look, on_terminal, slow, wait_until
+from helpers import OURS, ROOT, SCRIPT, TOY, look, on_terminal, slow, wait_until
 from tools.run import guard, launch, prepare, pulse, surroundings, watch
 from tools.run.preflight import Report
 from train_gpt import Refused, load_config
@@ -170,14 +170,14 @@ def test_what_cannot_be_fetched(machine, empty, capsys):
 
 
 @pytest.mark.parametrize("arguments, program", [
-    ([], "prepare.py"), (["--text", "x"], "prepare.py"), (["sp1024", "-n", "80"], "download.py"),
-    (["core"], "download.py")])
+    ([], "data.prepare"), (["--text", "x"], "data.prepare"), (["sp1024", "-n", "80"], "data.download"),
+    (["core"], "data.download")])
 def test_data_are_fetched_by_the_programs_of_run_sh_data(arguments, program, monkeypatch):
     called = []
     ended = SimpleNamespace(wait=lambda: 7)
     monkeypatch.setattr(prepare.subprocess, "Popen", lambda words: called.append(words) or ended)
     assert prepare.fetch(arguments) == 7
-    assert called == [[sys.executable, str(ROOT / "data" / program), *arguments]]
+    assert called == [[sys.executable, "-m", program, *arguments]]
 
 
 @pytest.mark.parametrize("preset", ["golf", "gpt2"])
@@ -365,17 +365,17 @@ import os, runpy, sys
 program = sys.argv.pop(1)
 sys.argv.append("--help")
 try:
-    runpy.run_path(program, run_name="__main__")
+    runpy.run_module(program, run_name="__main__")
 except SystemExit:
     print(sorted(name for name in os.environ if name.startswith(("NPY", "PYTORCH_A"))))
 """
 
 
-@pytest.mark.parametrize("program", ["tools/gpu/report.py", "tools/dev/bench.py"])
+@pytest.mark.parametrize("program", ["tools.gpu.report", "tools.dev.bench"])
 def test_tools_that_train_have_it_too(program, tmp_path):
     """gpu-report and bench set what they need before they load numpy."""
-    done = subprocess.run([sys.executable, "-c", HELP_OF, str(ROOT / program)], cwd=tmp_path, text=True,
-                          capture_output=True, env=dict(PATH=os.environ["PATH"]))
+    done = subprocess.run([sys.executable, "-c", HELP_OF, program], cwd=tmp_path, text=True,
+                          capture_output=True, env=OURS | dict(PATH=os.environ["PATH"]))
     names = surroundings.allocator({}) if "report" in program else surroundings.sorting({})
     assert done.stdout.splitlines()[-1] == str(sorted(names)), done.stderr
 
@@ -601,10 +601,11 @@ def marker():
 DRIVER = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
+os.environ["PYTHONPATH"] = {str(ROOT)!r}
 from tools.run import guard, launch, pulse, watch
 launch.EARLY = ()
 if "STAND_INS" in os.environ:
-    launch.PREPARE, watch.SHOW = "prepare.py", "show.py"
+    launch.PREPARE, watch.SHOW = ["prepare.py"], ["show.py"]
 guard.PATIENCE = float(os.environ.get("PATIENCE", 60))
 pulse.LEAST = float(os.environ.get("LEAST", 120))
 sys.exit(launch.main(sys.argv[1:], os.environ))
@@ -973,8 +974,8 @@ ODD = dict(
     slow(ODD, "2>&1 | cat > said")])
 def test_nobody_reads_and_odd_environments_change_nothing(odd, shell, real, marker):
     """A run goes on to its end, into its folder."""
-    env = dict(PATH=os.environ["PATH"]) | SMALL | marker.env | odd | dict(RUN_ID="a")
-    script = f'"$0" {ROOT}/tools/run/launch.py {shell}; exit "${{PIPESTATUS[0]}}"'
+    env = dict(PATH=os.environ["PATH"]) | OURS | SMALL | marker.env | odd | dict(RUN_ID="a")
+    script = f'"$0" -m tools.run.launch {shell}; exit "${{PIPESTATUS[0]}}"'
     done = subprocess.run(["bash", "-c", script, sys.executable], cwd=real, env=env, capture_output=True,
                           text=True)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr

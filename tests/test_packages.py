@@ -8,17 +8,20 @@ import pytest
 
 from helpers import ROOT, SCRIPT, sources
 
-PROGRAMS = {    # words: exit code, and words of what is printed
+BY_PATH = {     # words: exit code, and words of what is printed
     "records/record.py stats logs/x": (0, "3.2000"),
     "data/prepare.py --text text --name t --vocab-size 300 --out .": (0, "300"),
-    "data/download.py --help": (0, "sp1024"),
-    "tools/dev/bench.py --help": (0, "--arm"),
-    "tools/gpu/static.py --help": (0, "--against"),
-    "tools/gpu/report.py --help": (0, "--minutes"),
-    "tools/gpu/results.py --help": (0, "side_by_side"),
     "tools/run/proxy.py --preset=tiny --proxy": (2, "tiny has no proxy"),
-    "tools/run/script.py golf": (0, "def log_probs("),
-    "tools/run/watch.py said.py": (0, "12345"),
+}
+BY_NAME = {     # from the checkout, as ./run.sh does
+    "data.download --help": "sp1024",
+    "records.record --help": "usage: ",
+    "tools.dev.bench --help": "--arm",
+    "tools.gpu.report --help": "--minutes",
+    "tools.gpu.results --help": "side_by_side",
+    "tools.gpu.static --help": "--against",
+    "tools.run.script golf": "def log_probs(",
+    "tools.run.watch PLACE/said.py": "12345",
 }
 
 
@@ -52,11 +55,11 @@ def started(words, cwd, **more):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("words", PROGRAMS)
+@pytest.mark.parametrize("words", BY_PATH)
 def test_modules_of_the_same_names(words, place, tmp_path):
     """On PYTHONPATH, also where Python leaves out a program's own folder, and in the working directory."""
     program, _, rest = words.partition(" ")
-    code, text = PROGRAMS[words]
+    code, text = BY_PATH[words]
     theirs = str(place / "theirs")
     for number, more in enumerate((dict(PYTHONPATH=theirs), dict(PYTHONPATH=theirs, PYTHONSAFEPATH="1"),
                                    dict(PYTHONPATH=f":{theirs}"))):
@@ -67,10 +70,10 @@ def test_modules_of_the_same_names(words, place, tmp_path):
         assert found == code and text in said and "somebody else" not in said, (more, said[-2000:])
 
 
-@pytest.mark.parametrize("module", ["data.download", "tools.gpu.static", "records.record"])
-def test_started_as_a_module_from_the_checkout(module, place):
-    found, said = started(f"-m {module} --help", ROOT, PYTHONPATH=str(place / "theirs"))
-    assert found == 0 and "usage: " in said, said[-2000:]
+@pytest.mark.parametrize("words", BY_NAME)
+def test_started_as_a_module_from_the_checkout(words, place):
+    found, said = started(f"-m {words.replace('PLACE', str(place))}", ROOT, PYTHONPATH=str(place / "theirs"))
+    assert found == 0 and BY_NAME[words] in said, said[-2000:]
 
 
 @pytest.mark.parametrize("name", ["inputs", "train_gpt"])

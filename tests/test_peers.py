@@ -11,7 +11,7 @@ import sentencepiece as spm
 
 import fork_server
 import train_gpt
-from helpers import ROOT, library_documents, run_cli, tokens_of, train_tokenizer, write_dataset
+from helpers import library_documents, run_cli, tokens_of, train_tokenizer, write_dataset
 from tools.dev import peers
 
 MEGABYTES = 2
@@ -244,6 +244,6 @@ def test_refused(bench):
 def test_the_command(small, tmp_path):
     """As run.sh calls it."""
     words = ["--peers", "--only", "xz", "--text", "data/datasets/small", f"--json={tmp_path}/rows.json"]
-    done = run_cli(small[0], *words, script=ROOT / "tools/dev/bench.py")
+    done = run_cli(small[0], *words, module="tools.dev.bench")
     assert done.code == 0 and "\n| xz | " in done.out, done.err
-    assert "--tune" in run_cli(small[0], "--peers", "--help", script=ROOT / "tools/dev/bench.py").out
+    assert "--tune" in run_cli(small[0], "--peers", "--help", module="tools.dev.bench").out

@@ -1,5 +1,6 @@
 """run.sh: the environment that it sets up, and the program that each of its words starts. The interpreter is
 a stub that notes its arguments."""
+import importlib.util
 import json
 import os
 import shutil
@@ -56,9 +57,9 @@ def test_static_tests_run_with_a_cuda_build(folder):
     program(folder, "stub", 'echo "$0 $*" >> calls; case "$*" in "-m venv .venv-static") '
                             'mkdir -p .venv-static/bin; cp bin/stub .venv-static/bin/python;; esac')
     called = run(folder, "test", "-m", "static")[2][-1]
-    assert called.endswith(".venv-static/bin/python tools/dev/test.py -m static")
-    assert run(folder, "test", "-k", "x")[2][-1].endswith(".venv/bin/python tools/dev/test.py -k x")
-    assert run(folder, "data", "static")[2][-1].endswith(".venv/bin/python data/download.py static")
+    assert called.endswith(".venv-static/bin/python -m tools.dev.test -m static")
+    assert run(folder, "test", "-k", "x")[2][-1].endswith(".venv/bin/python -m tools.dev.test -k x")
+    assert run(folder, "data", "static")[2][-1].endswith(".venv/bin/python -m data.download static")
 
 
 def test_no_such_interpreter(folder):
@@ -70,7 +71,7 @@ def test_an_old_interpreter_of_ones_own(folder):
         program(folder, "old", f'[ "$1" = -V ] && echo Python {version} || echo "$*" >> calls')
         refused(folder, ["3.11", f"PYTHON=old is Python {version}"], "setup", PYTHON="old")
     program(folder, "new", '[ "$1" = -V ] && echo Python 3.14.0 || echo "$*" >> calls')
-    assert run(folder, "script", PYTHON="new") == (0, "", ["tools/run/script.py"])
+    assert run(folder, "script", PYTHON="new") == (0, "", ["-m tools.run.script"])
 
 
 def test_a_home_that_cannot_be_written(folder):
@@ -116,9 +117,9 @@ def test_an_installation_is_made_once(folder):
                             'mkdir -p .venv-static/bin; cp bin/stub .venv-static/bin/python;; esac')
     shutil.copy(folder / "bin/stub", folder / ".venv/bin/python")
     calls = run(folder, "static", "golf")[2]
-    assert calls[-3:] == [pip.replace(".venv", ".venv-static"), imports, "tools/gpu/static.py golf"]
+    assert calls[-3:] == [pip.replace(".venv", ".venv-static"), imports, "-m tools.gpu.static golf"]
     assert (folder / ".venv-static/requirements.txt").read_text() == "torch===2.13.0\nnumpy\n"
-    assert run(folder, "static")[2] == [ready, ready, "tools/gpu/static.py"]
+    assert run(folder, "static")[2] == [ready, ready, "-m tools.gpu.static"]
 
 
 INSTALLS = 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; cp bin/stub .venv/bin/python;; esac'
@@ -450,13 +451,13 @@ def test_help_names_the_data(folder):
 @pytest.mark.parametrize("code", [1, 2])
 def test_the_exit_code_is_the_programs(folder, code):
     program(folder, "stub", f'echo "$*" >> calls; exit {code}')
-    assert run(folder, PYTHON="stub") == (code, "", ["tools/run/launch.py"])
+    assert run(folder, PYTHON="stub") == (code, "", ["-m tools.run.launch"])
 
 
 def test_only_the_program_prints_to_stdout(folder):
     """Whatever the set-up says goes to stderr: a script is piped into a file."""
     program(folder, "python3", INSTALLS)
-    program(folder, "stub", 'case "$*" in *script.py*) echo "the script of $2";; esac')
+    program(folder, "stub", 'case "$*" in *run.script*) echo "the script of $3";; esac')
     done = subprocess.run(["bash", "run.sh", "script", "golf"], cwd=folder, capture_output=True, text=True,
                           env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder)})
     assert (done.returncode, done.stdout) == (0, "the script of golf\n")
@@ -464,23 +465,23 @@ def test_only_the_program_prints_to_stdout(folder):
 
 
 WORDS = [   # what is typed -> what runs
-    ([], "tools/run/launch.py"), (["golf", "--seed=1", "A=a b"], "tools/run/launch.py golf --seed=1 A=a b"),
-    (["train"], "tools/run/launch.py train"), (["--dry-run"], "tools/run/launch.py --dry-run"),
-    (["tiny", "--help"], "tools/run/launch.py tiny --help"),
-    (["data"], "data/prepare.py"), (["data", "--text", "x"], "data/prepare.py --text x"),
-    (["data", "sp1024", "-n", "2"], "data/download.py sp1024 -n 2"),
-    (["test"], "tools/dev/test.py"), (["test", "-k", "x"], "tools/dev/test.py -k x"),
-    (["bench", "golf"], "tools/dev/bench.py golf"), (["static", "golf"], "tools/gpu/static.py golf"),
-    (["gpu-report", "--toy"], "tools/gpu/report.py --toy"), (["script", "golf"], "tools/run/script.py golf"),
-    (["sample", "a", "b c"], "tools/run/sample.py a b c"),
-    (["record", "check", "x"], "records/record.py check x"),
-    (["board", "--html", "x"], "records/record.py board --html x")]
+    ([], "-m tools.run.launch"), (["golf", "--seed=1", "A=a b"], "-m tools.run.launch golf --seed=1 A=a b"),
+    (["train"], "-m tools.run.launch train"), (["--dry-run"], "-m tools.run.launch --dry-run"),
+    (["tiny", "--help"], "-m tools.run.launch tiny --help"),
+    (["data"], "-m data.prepare"), (["data", "--text", "x"], "-m data.prepare --text x"),
+    (["data", "sp1024", "-n", "2"], "-m data.download sp1024 -n 2"),
+    (["test"], "-m tools.dev.test"), (["test", "-k", "x"], "-m tools.dev.test -k x"),
+    (["bench", "golf"], "-m tools.dev.bench golf"), (["static", "golf"], "-m tools.gpu.static golf"),
+    (["gpu-report", "--toy"], "-m tools.gpu.report --toy"), (["script", "golf"], "-m tools.run.script golf"),
+    (["sample", "a", "b c"], "-m tools.run.sample a b c"),
+    (["record", "check", "x"], "-m records.record check x"),
+    (["board", "--html", "x"], "-m records.record board --html x")]
 
 
 def test_each_word_is_a_program(folder):
     for typed, called in WORDS:
         assert run(folder, *typed, PYTHON="stub")[2] == [called]
-        assert (ROOT / called.split()[0]).exists()
+        assert importlib.util.find_spec(called.split()[1])
     assert os.access(ROOT / "run.sh", os.X_OK)
 
 

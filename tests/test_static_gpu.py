@@ -358,7 +358,7 @@ def test_a_planted_fault_is_reported(name, tmp_path, cache):
     source = SCRIPT.read_text()
     (tmp_path / "train_gpt.py").write_text(source.replace(old, new) if old else source)
     words_of = [*SMALL, "--trainer", tmp_path, "--json", tmp_path / "json", "--cache", cache]
-    command = [sys.executable, ROOT / "tools/gpu/static.py", *words_of]
+    command = [sys.executable, "-m", "tools.gpu.static", *words_of]
     done = subprocess.run(command, capture_output=True, text=True)
     (found,) = json.loads((tmp_path / "json").read_text()).values()
     problems = static_gpu.problems(found)
@@ -601,7 +601,7 @@ def test_the_default_game_on_one_gpu(tmp_path):
     """Training with counts of n-grams and words, and the mixture's score."""
     args = ["tiny", "--ranks", "1", "--json", str(tmp_path / "json")]
     done = subprocess.run(
-        [sys.executable, ROOT / "tools/gpu/static.py", *args], capture_output=True, text=True
+        [sys.executable, "-m", "tools.gpu.static", *args], capture_output=True, text=True
     )
     (found,) = json.loads((tmp_path / "json").read_text()).values()
     assert done.returncode == 0 and found["evaluation"]["launches"], done.stdout
@@ -613,7 +613,7 @@ def test_other_gpus(gpu, ranks, tmp_path):
     """The step compiles, without fp8 where there is none; a card without bf16 says so."""
     args = [*SMALL, "--gpu", gpu, "--ranks", str(ranks), "--json", str(tmp_path / "json")]
     done = subprocess.run(
-        [sys.executable, ROOT / "tools/gpu/static.py", *args], capture_output=True, text=True
+        [sys.executable, "-m", "tools.gpu.static", *args], capture_output=True, text=True
     )
     (found,) = json.loads((tmp_path / "json").read_text()).values()
     products = found["stages"]["x1 window 1024"]["TFLOP"]

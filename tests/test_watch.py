@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 import train_gpt
-from helpers import ROOT, on_terminal, slow, wait_until
+from helpers import OURS, ROOT, on_terminal, slow, wait_until
 from tools.run import guard, plan, watch
 
-WATCH = [sys.executable, str(ROOT / "tools/run/watch.py")]
+WATCH = [sys.executable, "-m", "tools.run.watch"]
 RUN = """
 import os, sys, time
 for line in open(sys.argv[1]).read().splitlines():
@@ -63,7 +63,7 @@ def run(tmp_path):
 
 def in_pipe(command, cwd, **env):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"NAP": "0"} | env)
+                          env=os.environ | OURS | {"NAP": "0"} | env)
 
 
 def test_what_shows_a_run_takes_its_data_from_its_result(tmp_path, monkeypatch):
@@ -80,7 +80,7 @@ def test_what_shows_a_run_takes_its_data_from_its_result(tmp_path, monkeypatch):
 def test_without_a_script(tmp_path):
     done = in_pipe(WATCH, tmp_path)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "watch.py: which script? python tools/run/watch.py SCRIPT [WORD ...]\n"
+    assert done.stderr == "watch: which script? python -m tools.run.watch SCRIPT [WORD ...]\n"
 
 
 def test_a_terminal_has_one_live_line(run, tmp_path):

@@ -36,10 +36,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
-    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
+if __name__ == "__main__":
     from tools.run.surroundings import sorting
     os.environ.update(sorting(os.environ))  # numpy reads it when it is loaded
 import numpy as np  # noqa: E402
@@ -54,6 +51,8 @@ if TYPE_CHECKING:
     from train_gpt import Config, Run, Stage, Team, TrainState
 
     Batch = tuple[Tensor, ...]  # tokens, targets, what Model.candidates() gives
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 # ---------- shared
@@ -365,7 +364,7 @@ def main() -> None:
     words = sys.argv[1:]
     if "--peers" in words:
         words.remove("--peers")
-        os.execv(sys.executable, [sys.executable, str(ROOT / "tools/dev/peers.py"), *words])
+        os.execv(sys.executable, [sys.executable, "-m", "tools.dev.peers", *words])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="PRESET or NAME=value")
     parser.add_argument("--steps", type=int, default=40)

@@ -1,10 +1,10 @@
 """Do two checkouts of this repository train bit-identically? Runs both side by side and compares.
 
-    python tools/dev/compare_trees.py BEFORE AFTER                              all presets, on 1 and 2 ranks
-    python tools/dev/compare_trees.py BEFORE AFTER --presets golf,gpt2 --ranks 1 --steps 20
-    python tools/dev/compare_trees.py BEFORE AFTER --presets golf_plus --env EVAL_SLIDING=32
-    python tools/dev/compare_trees.py BEFORE AFTER --after-env MATRIX_LR=0.031  must report differences
-    python tools/dev/compare_trees.py BEFORE AFTER --planted                    and the tool must find seven
+    python -m tools.dev.compare_trees BEFORE AFTER                              all presets, on 1 and 2 ranks
+    python -m tools.dev.compare_trees BEFORE AFTER --presets golf,gpt2 --ranks 1 --steps 20
+    python -m tools.dev.compare_trees BEFORE AFTER --presets golf_plus --env EVAL_SLIDING=32
+    python -m tools.dev.compare_trees BEFORE AFTER --after-env MATRIX_LR=0.031  must report differences
+    python -m tools.dev.compare_trees BEFORE AFTER --planted                    and the tool must find seven
 
 BEFORE and AFTER are folders with a train_gpt.py. There is one case per preset: the preset itself at toy
 size, on dummy tokens, on the CPU, fp32, not compiled, one thread per rank. Compared exactly are the

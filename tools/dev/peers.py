@@ -36,15 +36,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
-    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
-from data import prepare  # noqa: E402
-import train_gpt  # noqa: E402
-from records.judge.trials import last_line  # noqa: E402
-from tools.dev.bench import names_in, names_of  # noqa: E402
-from train_gpt import Refused, require  # noqa: E402
+from data import prepare
+import train_gpt
+from records.judge.trials import last_line
+from tools.dev.bench import names_in, names_of
+from train_gpt import Refused, require
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # Constants that cannot be given: each run has its own, and all are scored on the whole val text.
 FIXED = ("PRESET", "SEED", "DATA_PATH", "VAL_TOKENS", "RUN_ID", "RESUME", "EVAL_FROM")

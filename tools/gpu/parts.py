@@ -1,6 +1,6 @@
-"""What the parts of gpu-report measure. tools/gpu/report.py starts a process for each of them:
+"""What the parts of gpu-report measure. report.py starts a process for each of them:
 
-    python tools/gpu/parts.py SPEC.json
+    python -m tools.gpu.parts SPEC.json
 
 The spec names the part, the preset and its settings, and the file that takes what is found, a line of JSON
 at a time. Shapes are those of one rank of eight. Kernels are timed forward and backward, on the device's
@@ -35,17 +35,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
-    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
-from tools.gpu import seen_on_gpu, static  # noqa: E402
+from tools.gpu import seen_on_gpu, static
 
 if TYPE_CHECKING:  # the spec names the folder of the one that runs
     from torch._ops import OpOverload
 
     from train_gpt import Optimizer, Run, Stage
 
+ROOT = Path(__file__).resolve().parents[2]
 LEAST_GAIN = 0.5  # ms per step that a constant must gain
 LEAST_PART = 0.1  # of the time of what it changes
 LEAST_PART_OF_A_TOY = 0.5  # where a CPU is measured that does other things, too

@@ -51,15 +51,13 @@ from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
-    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
-from tools.gpu import plan as gpu_plan  # noqa: E402
-from tools.gpu import results as gpu_results  # noqa: E402
-from tools.gpu import static  # noqa: E402
-from tools.gpu.plan import PARTS, PRESETS, Part  # noqa: E402
-from tools.run import surroundings  # noqa: E402
+from tools.gpu import plan as gpu_plan
+from tools.gpu import results as gpu_results
+from tools.gpu import static
+from tools.gpu.plan import PARTS, PRESETS, Part
+from tools.run import surroundings
+
+ROOT = Path(__file__).resolve().parents[2]
 
 if __name__ == "__main__":  # for the processes of the parts, which are trainers, too
     os.environ.update(surroundings.allocator(os.environ))
@@ -404,10 +402,11 @@ def command_of(workshop: Workshop, report: Report, part: Part) -> Command:
     )  # fmt: skip
     file = folder / "spec.json"
     file.write_text(json.dumps(spec), encoding="utf-8")
-    words = [sys.executable, ROOT / "tools/gpu/parts.py", file]
+    words = [sys.executable, "-m", "tools.gpu.parts", file]
+    env = workshop.environment()
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     return Command(
-        words, folder, workshop.environment(), output, Path(spec["events"]), json.loads, lambda: None,
-        lambda job: None,
+        words, folder, env, output, Path(spec["events"]), json.loads, lambda: None, lambda job: None,
     )  # fmt: skip
 
 

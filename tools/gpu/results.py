@@ -1,8 +1,8 @@
 """What the reports in docs/gpu_results/ show: the table of docs/first_gpu.md between its two marks, and
 seen_on_gpu.tsv.
 
-    python tools/gpu/results.py                 makes them anew
-    python tools/gpu/results.py FILE NAME       adds a report first, the JSON file of `./run.sh gpu-report`
+    python -m tools.gpu.results                 makes them anew
+    python -m tools.gpu.results FILE NAME       adds a report first, the JSON file of `./run.sh gpu-report`
 
 A rehearsal (--toy) and a file that is no report are refused. If other programs ran on the card, so that its
 times count for nothing, set "side_by_side": true in the report.
@@ -15,14 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
-    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
-from tools.gpu import seen_on_gpu  # noqa: E402
-from tools.gpu.plan import GOALS, PRESETS, WITH_ARTIFACT  # noqa: E402
-from tools.run import cards  # noqa: E402
+from tools.gpu import seen_on_gpu
+from tools.gpu.plan import GOALS, PRESETS, WITH_ARTIFACT
+from tools.run import cards
 
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "gpu_results"
 PAGE = ROOT / "docs" / "first_gpu.md"
 BEGIN = "<!-- made by tools/gpu/results.py -->\n"

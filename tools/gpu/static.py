@@ -44,13 +44,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
-    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
-from tools.gpu import kernel_costs  # noqa: E402
-from tools.gpu import seen_on_gpu  # noqa: E402
-from tools.run.cards import CARDS, Card  # noqa: E402
+from tools.gpu import kernel_costs
+from tools.gpu import seen_on_gpu
+from tools.run.cards import CARDS, Card
 
 if TYPE_CHECKING:  # imported by the process that measures, from the folder of --trainer
     from torch import Tensor
@@ -58,6 +54,8 @@ if TYPE_CHECKING:  # imported by the process that measures, from the folder of -
 
     from train_gpt import Config, Stage, Team
 
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 SITE = Path(sysconfig.get_paths()["purelib"])
 LIBRARIES = ("torch_cuda", "c10_cuda", "torch_python", "torch_cpu", "caffe2_nvrtc")
 Note = Callable[..., None]  # Recorder.note()
@@ -733,7 +731,7 @@ def in_a_process(
     if args.run:  # Inductor's own launcher drops the Python of a kernel, which the interpreter runs
         env |= dict(STATIC_COMPUTES="1", TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="0")
         env["PYTHONWARNINGS"] = "ignore::UserWarning"  # torch's, on each operator that is replaced
-    command = [sys.executable, __file__, *words]
+    command = [sys.executable, "-m", "tools.gpu.static", *words]
     if args.run:  # it says on stderr what it has found so far
         done = subprocess.run(command, stdout=subprocess.DEVNULL, text=True, env=env)
     else:

@@ -17,18 +17,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
-    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
-from data import inputs  # noqa: E402
-from tools.run import surroundings  # noqa: E402
-from tools.run.guard import Guarded  # noqa: E402
-from tools.run.pulse import Pulse  # noqa: E402
-from tools.run.watch import (  # noqa: E402
+from data import inputs
+from tools.run import surroundings
+from tools.run.guard import Guarded
+from tools.run.pulse import Pulse
+from tools.run.watch import (
     Logger, Progress, Screen, Signals, follow, lines_of, open_logger, show_line, show_result)
 
-PREPARE = HERE / "prepare.py"
+ROOT = Path(__file__).resolve().parents[2]
+PREPARE = ("-m", "tools.run.prepare")
 PACKAGES = ("numpy", "torch")
 # What a trainer imports besides, most of it when it compiles. They load while the plan is made.
 EARLY = ("torch", "torch._dynamo", "torch._inductor.compile_fx")
@@ -107,7 +104,7 @@ class Launcher:
         """Runs prepare.py and shows what it prints -> (its exit code, its answer, which is not shown)."""
         preparing = Guarded(self.env, stdout=subprocess.PIPE)
         self.signals.follow(preparing, everyone=True)
-        preparing.run([str(PREPARE), *argv])
+        preparing.run([*PREPARE, *argv])
         self.progress.enter("checking")
         answer = {}
         fetching = False  # what gets data writes to the terminal itself

@@ -18,20 +18,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
-    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
+import torch
 
-import torch  # noqa: E402
-
-from tools.run.dataset import Log, check_dataset, command, command_for, has_shards, missing_data  # noqa: E402
-from tools.run.machine import find_machine  # noqa: E402
-from tools.run.names import check_variables, trainer_flags  # noqa: E402
-from tools.run.plan import (  # noqa: E402
+from tools.run.dataset import Log, check_dataset, command, command_for, has_shards, missing_data
+from tools.run.machine import find_machine
+from tools.run.names import check_variables, trainer_flags
+from tools.run.plan import (
     check_layers, full_disk, micro_batch, plan_lines, planned_tokens, slow_machine, slow_sliding, stage_flops)
-from tools.run.script import script  # noqa: E402
-from train_gpt import (  # noqa: E402
+from tools.run.script import script
+from train_gpt import (
     RESUME_FREE, Data, Loader, Refused, brief, check_same_data, preset_config, read_file,
     recipe_of, require, script_source, typed)
 

@@ -13,21 +13,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
-    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
-import torch  # noqa: E402
+import torch
 
-from records.judge.runs import read_events  # noqa: E402
-from tools.run.dataset import command  # noqa: E402
-from tools.run.guard import TORCHRUN  # noqa: E402
-from tools.run.launch import Words, read_words  # noqa: E402
-from tools.run.names import text_of, trainer_flags  # noqa: E402
-from tools.run.preflight import Report, counts_its_script, preflight  # noqa: E402
-from tools.run.script import script  # noqa: E402
-from tools.run.surroundings import compiler_missing  # noqa: E402
-from train_gpt import RECIPES, Refused, brief, preset_config, require, typed  # noqa: E402
+from records.judge.runs import read_events
+from tools.run.dataset import command
+from tools.run.guard import TORCHRUN
+from tools.run.launch import Words, read_words
+from tools.run.names import text_of, trainer_flags
+from tools.run.preflight import Report, counts_its_script, preflight
+from tools.run.script import script
+from tools.run.surroundings import compiler_missing
+from train_gpt import RECIPES, Refused, brief, preset_config, require, typed
+
+ROOT = Path(__file__).resolve().parents[2]
 
 EMBEDDED = Path("data/datasets/embedded")  # what proxies train on, unless told otherwise
 
@@ -63,8 +61,8 @@ def count_ranks(device: str, preset: str, is_proxy: bool, began: Mapping[str, An
 def fetch(arguments: Sequence[str]) -> int:
     """`./run.sh data ARGUMENTS` -> its exit code."""
     published = arguments and not arguments[0].startswith("-")
-    program = ROOT / "data" / ("download.py" if published else "prepare.py")
-    process = subprocess.Popen([sys.executable, str(program), *arguments])
+    program = "data.download" if published else "data.prepare"
+    process = subprocess.Popen([sys.executable, "-m", program, *arguments])
     while True:
         try:
             return process.wait()

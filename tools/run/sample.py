@@ -27,14 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
-    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
-from data import inputs  # noqa: E402
-from records.judge.runs import Refused, demand, read_events  # noqa: E402
-from records.verify.leak_probe import script_kind  # noqa: E402
+from data import inputs
+from records.judge.runs import Refused, demand, read_events
+from records.verify.leak_probe import script_kind
 
+ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("final_model*.ptz", "final_model.pt", "checkpoint.pt")    # which model of a folder is sampled
 SAMPLES = "samples.txt"         # in the run's folder: what was sampled from it
 PROMPT_TOKENS = 24              # of a val document, at most

@@ -13,18 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
-    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
-from data import inputs  # noqa: E402
-from records.judge.runs import Refused, Run, batch_means, demand, read_events, run_of_events  # noqa: E402
-from records.judge.scores import partial_line  # noqa: E402
-from records.show.curves import SPLITS  # noqa: E402
-from tools.run import plan  # noqa: E402
-from tools.run.sample import (  # noqa: E402
+from data import inputs
+from records.judge.runs import Refused, Run, batch_means, demand, read_events, run_of_events
+from records.judge.scores import partial_line
+from records.show.curves import SPLITS
+from tools.run import plan
+from tools.run.sample import (
     SAMPLES, Settings, brief, find_model, import_script, keep, sample_lines)
-from tools.run.watch import in_rows, target_of  # noqa: E402
+from tools.run.watch import in_rows, target_of
 
 SAMPLE_ROWS = 5         # of each sample on a terminal; samples.txt has them all
 MOST_CHANGES = 90      # characters of the line in loss.png that names what a run changed

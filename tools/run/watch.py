@@ -1,6 +1,6 @@
 """What a run looks like: a live line, signals that are passed on, LOGGER. launch.py shows runs by it.
 
-    python tools/run/watch.py SCRIPT [WORD ...]     shows another script so, such as a copy of train_gpt.py
+    python -m tools.run.watch SCRIPT [WORD ...]     shows another script so, such as a copy of train_gpt.py
 
 On a terminal one live line stands for the log lines, which train.log keeps: the stage, and in training loss,
 bits per byte, tok/s, on a GPU MFU, and the time left. Elsewhere every line passes as it is.
@@ -26,18 +26,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-if __name__ == "__main__":  # our modules are those of this checkout, whatever else the path holds
-    sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
-from data import inputs  # noqa: E402
-from records.judge.runs import STEP, read_events  # noqa: E402
-from records.verify.folders import HOME, track_of  # noqa: E402
-from tools.run import cards, guard  # noqa: E402
-from tools.run.guard import Guarded  # noqa: E402
-from tools.run.pulse import Pulse  # noqa: E402
+from data import inputs
+from records.judge.runs import STEP, read_events
+from records.verify.folders import HOME, track_of
+from tools.run import cards, guard
+from tools.run.guard import Guarded
+from tools.run.pulse import Pulse
 
-SHOW = HERE / "show.py"
+SHOW = ("-m", "tools.run.show")
 # How the line begins with which a stage of a run begins
 STAGES = {
     "data:": "reading the data", "parameters:": "setting up", "world_size:": "setting up",
@@ -449,7 +445,7 @@ def show_result(folder: Path, code: int, env: Mapping[str, str], signals: Signal
         # the run's own are in its result.json: a flag goes before a variable
         showing = Guarded({name: env[name] for name in env if name not in ("DATA_PATH", "TOKENIZER_PATH")})
         signals.follow(showing)
-        showing.run([str(SHOW), str(folder)])
+        showing.run([*SHOW, str(folder)])
         showing.wait()
         samples = samples_of(folder)
     logger.close(samples)
@@ -458,7 +454,7 @@ def show_result(folder: Path, code: int, env: Mapping[str, str], signals: Signal
 def main(words: list[str]) -> int:
     """Runs a script, shown as ./run.sh shows the trainer. Returns its exit code."""
     if not words:
-        print("watch.py: which script? python tools/run/watch.py SCRIPT [WORD ...]", file=sys.stderr)
+        print("watch: which script? python -m tools.run.watch SCRIPT [WORD ...]", file=sys.stderr)
         return 2
     logger = open_logger(os.environ.get("LOGGER", ""))
     if not logger:
