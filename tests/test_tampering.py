@@ -1,6 +1,6 @@
 """Record folders altered by somebody who has our code: after each alteration every digest, number, page and
 picture that can be made anew is made anew. What `check` finds and what it cannot is a table in
-docs/tampering.md, which the last test compares with the list here."""
+records/tampering.md, which the last test compares with the list here."""
 
 import argparse
 import json
@@ -595,7 +595,7 @@ def test_a_resumed_run_holds_all_rules_of_logs(train, monkeypatch, tmp_path, too
     assert {"steps and times", "digests"} <= failed_rules(tool("check", "--no-exec", made)[1])
 
 
-# ------------------------------------------------------------ what docs/tampering.md says
+# ------------------------------------------------------------ what records/tampering.md says
 def table():
     """The list as a table."""
     rows = [[case.name, case.base, f"`{case.rule}`"] for case in FIND]
@@ -605,4 +605,4 @@ def table():
 
 def test_the_table_on_the_page_is_this_list():
     assert len(FIND) + len(MISS) >= 69 and len({case.name for case in FIND + MISS}) == len(FIND) + len(MISS)
-    assert table() in (ROOT / "docs" / "tampering.md").read_text(encoding="utf-8"), table()
+    assert table() in (ROOT / "records" / "tampering.md").read_text(encoding="utf-8"), table()
