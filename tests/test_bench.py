@@ -30,12 +30,6 @@ def test_the_training_loop(toy_folder, capsys):
 
 
 @torch._dynamo.config.patch(recompile_limit=8)      # a monkeypatch would leave it hidden
-def test_mfu():
-    """By the card's dense bf16 peak."""
-    assert bench.mfu_text(0.4573 * 989.4e12, "NVIDIA H100 80GB HBM3") == "45.7% of 989 bf16 TFLOP/s"
-    assert bench.mfu_text(1e12, "NVIDIA T1000") == "? (no peak is known for NVIDIA T1000)"
-
-
 def test_arms_step_in_turn(toy_folder, monkeypatch, capsys):
     """A checkout of an older interface, with a file that it imports, beside this one with two settings."""
     settings = {name: value for name, value in TOY.items() if name in bench.names_of(train_gpt)}

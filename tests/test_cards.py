@@ -56,7 +56,7 @@ def test_mfu_of_a_run():
     early, late = [plan.mfu(result_of("speedrun", EIGHT, 4e6, steps)) for steps in (300, 2160)]
     assert 0.2 < float(early[4:9]) < float(late[4:9]) < 0.5
     unknown = plan.mfu(result_of("golf", "1x NVIDIA Made Up", 1e6, 9))
-    assert unknown == "mfu:? (no peak is known for NVIDIA Made Up)"
+    assert unknown == "mfu:? of NVIDIA Made Up, whose peak is unknown"
     assert plan.mfu(result_of("tiny", "2 ranks x 1 threads of AMD EPYC", 1e4, 9)) == ""
 
 

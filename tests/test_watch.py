@@ -113,7 +113,7 @@ def test_a_narrow_terminal(run, tmp_path, columns):
 
 
 def test_the_live_line_has_mfu_on_a_gpu():
-    """golf's 49,152 tokens in 35.7 ms on an H100; of a card without a peak its name; none on a CPU."""
+    """golf's 49,152 tokens in 35.7 ms on an H100; none on a CPU."""
     progress = watch.Progress()
     progress.flops = plan.stage_flops(train_gpt.preset_config("golf"))
     rate = round(49_152 / 0.0357)
@@ -121,9 +121,9 @@ def test_the_live_line_has_mfu_on_a_gpu():
         progress.read(line)
     assert "mfu" not in progress.live()[1]
     progress.gpus = 2 * ["NVIDIA H100 80GB HBM3"]
-    assert f" {2 * rate:,} tok/s, mfu:0.46, " in progress.live()[1]
+    assert f" {2 * rate:,} tok/s, mfu:0.457, " in progress.live()[1]
     progress.gpus = 2 * ["NVIDIA Made Up"]
-    assert ", mfu:? (NVIDIA Made Up), " in progress.live()[1]
+    assert ", mfu:?, " in progress.live()[1]
 
 
 def test_mfu_is_by_the_stage():
@@ -131,7 +131,7 @@ def test_mfu_is_by_the_stage():
     progress = watch.Progress()
     progress.gpus = 8 * ["NVIDIA H100 80GB HBM3"]
     progress.flops = plan.stage_flops(train_gpt.preset_config("speedrun"))
-    early, late = [float(progress.mfu(step, 4e6).removeprefix("mfu:")) for step in (1, 2000)]
+    early, late = [float(progress.mfu(step, 4e6)[4:9]) for step in (1, 2000)]
     assert 0.2 < early < late < 0.5
 
 

@@ -206,15 +206,7 @@ def step_table(settings: dict[str, str], steps: int, repeats: int) -> None:
     print(f"parts   forward+backward {passes:.1%}, optimizer {update:.1%}, rest of the loop {rest:.1%}")
     print(f"matmul  {flops / 1e9:,.0f} GFLOP/s, {flops / rate:.1%} of what plain products reach")
     if team.on_gpu:
-        print(f"mfu     {mfu_text(flops, torch.cuda.get_device_name())}")
-
-
-def mfu_text(flops: float, card: str) -> str:
-    """FLOP/s over the card's dense bf16 peak."""
-    peak = cards.peak_flops(card)
-    if not peak:
-        return f"? (no peak is known for {card})"
-    return f"{flops / peak:.1%} of {peak / 1e12:.0f} bf16 TFLOP/s"
+        print(cards.mfu_text(flops, [torch.cuda.get_device_name()]))
 
 
 # ---------- settings and checkouts beside each other

@@ -16,6 +16,7 @@ these cards name. Nothing here imports torch.
 """
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -91,3 +92,12 @@ def peak_flops(name: str) -> float:
             return peak
     key = card_of(name)
     return CARDS[key].peak if key else 0.0
+
+
+def mfu_text(flops: float, names: Sequence[str]) -> str:
+    """Model FLOPs utilization: model FLOP/s over what these GPUs do at their dense bf16 peak, also where
+    products are in fp8. names: of the GPUs, as torch tells them."""
+    peak = sum([peak_flops(name) for name in names])
+    if not peak:
+        return f"mfu:? of {names[0]}, whose peak is unknown"
+    return f"mfu:{flops / peak:.3f} of {len(names)} x {peak / len(names) / 1e12:.0f} bf16 TFLOP/s"

@@ -111,13 +111,10 @@ def stage_flops(cfg: Any) -> list[tuple[int, float]]:
 
 def mfu(result: Mapping[str, Any]) -> str:
     """Model FLOPs utilization of a run, from its result.json: the matmul FLOPs of its tokens by PaLM's count
-    over what its GPUs do in that time at their dense bf16 peak, also where a part is in fp8. "" on a CPU."""
+    over what its GPUs do in that time at their peak. "" on a CPU."""
     gpus, _, card = result["hardware"].partition("x ")
     if not gpus.isdecimal():
         return ""
-    peak = cards.peak_flops(card)
-    if not peak:
-        return f"mfu:? (no peak is known for {card})"
     recipe = train_gpt.recipe_of(result["preset"])
     own = {f.name: f for f in fields(recipe)}
     cfg = recipe(**{name: parse_value(own[name], text) for name, text in result["config"].items()})
@@ -131,8 +128,7 @@ def mfu(result: Mapping[str, Any]) -> str:
         flops += here * flops_per_token(cfg, stage)
         tokens += here
     # 2. their mean at the pace of the run
-    reached = flops / max(1, tokens) * result["tok_per_s"]
-    return f"mfu:{reached / peak / int(gpus):.3f} of {gpus} x {peak / 1e12:.0f} bf16 TFLOP/s"
+    return cards.mfu_text(flops / max(1, tokens) * result["tok_per_s"], int(gpus) * [card])
 
 
 # ---------------------------------------------------------------- memory, time, disk

@@ -139,12 +139,11 @@ class Progress:
         return loss / math.log(2) * int(self.seen["val"]) / int(self.seen["bytes"])
 
     def mfu(self, step: int, rate: float) -> str:
-        """Model FLOPs utilization at so many tok/s, as tools/run/plan.py has it; empty without a GPU."""
+        """Model FLOPs utilization at so many tok/s; empty without a GPU."""
         if not self.gpus:
             return ""
-        peak = sum([cards.peak_flops(card) for card in self.gpus])
         flops = [each for first, each in self.flops if first <= step][-1]
-        return f"mfu:{flops * rate / peak:.2f}" if peak else f"mfu:? ({self.gpus[0]})"
+        return cards.mfu_text(flops * rate, self.gpus).partition(" of ")[0]
 
     def live(self) -> tuple[float, str]:
         """(part done or None, text) of the live line now."""
