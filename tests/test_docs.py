@@ -249,7 +249,7 @@ def takes(recipe, name, text):
     return True
 
 
-@pytest.mark.parametrize("page", [*PAGES, "docs/first_hour.md", "records/README.md"])
+@pytest.mark.parametrize("page", [*PAGES, "records/README.md"])
 def test_constants_that_a_page_names_take_the_values_it_gives(page):
     """MATRIX_LR=0.02 and --depth=4; what stands for something is in <> or $."""
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -263,7 +263,7 @@ def test_constants_that_a_page_names_take_the_values_it_gives(page):
         known += bool(owners)
         taken = [takes(recipe, name.lower(), value.strip(",.:;")) for recipe in owners]
         assert any(taken) or not owners, f"{name}={value}"
-    assert known or page in ("docs/first_hour.md", "records/README.md")
+    assert known or page == "records/README.md"
 
 
 def test_every_block_of_commands_runs():
