@@ -2956,6 +2956,8 @@ class NgramCounts(nn.Module):
         """Makes tables and lists from all training tokens in order, uint16 (n,). Raises Refused."""
         require(2 * len(text) + 8 < 1 << 31,
                 f"{len(text)} training tokens are more than n-gram tables hold: MEMORY=0 goes without them")
+        require(text.max(initial=0) < self.cfg.vocab_size,
+                f"a train shard holds token {text.max(initial=0)}, but vocab_size is {self.cfg.vocab_size}")
         self.text = text
         self.most_next = 0
         self.packed = b""

@@ -358,10 +358,12 @@ def test_a_run_that_diverges(workplace, capsys):
     failed(capsys, settings, ["lower the learning rates"])
 
 
-def test_a_token_beyond_the_vocabulary_that_a_run_comes_to(workplace, capsys):
-    """One of 44,001, which the look at each shard missed."""
+@pytest.mark.parametrize("settings, place", [
+    ({"PRESET": "golf"}, TRAIN.name), ({"COUNT_ORDERS": "2"}, "a train shard")])
+def test_a_token_beyond_the_vocabulary_that_a_run_comes_to(settings, place, workplace, capsys):
+    """One of 44,001, which the look at each shard missed: in a batch, or when tiny counts n-grams."""
     token_512(TRAIN)
-    log = failed(capsys, {"PRESET": "golf"}, [TRAIN.name, "token 512", "vocab_size is 512"])
+    log = failed(capsys, settings, [place, "token 512", "vocab_size is 512"])
     assert "step:1/" not in log
 
 

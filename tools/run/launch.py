@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from data import inputs
 from tools.run import surroundings
@@ -23,46 +23,13 @@ from tools.run.guard import Guarded
 from tools.run.pulse import Pulse
 from tools.run.watch import (
     Logger, Progress, Screen, Signals, follow, lines_of, open_logger, show_line, show_result)
+from tools.run.words import OWN, Words, read_words
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = ("-m", "tools.run.prepare")
 PACKAGES = ("numpy", "torch")
 # What a trainer imports besides, most of it when it compiles. They load while the plan is made.
 EARLY = ("torch", "torch._dynamo", "torch._inductor.compile_fx")
-OFF = ("", "0", "false")
-OWN = ("LOGGER", "RESTARTS", "DRY_RUN")  # variables for the launcher alone
-
-
-# ------------------------------------------------------------ the command line
-class Words(NamedTuple):
-    """A command line: the launcher's own words, and those that are the trainer's constants or wrong."""
-    constants: list[str]
-    script: bool  # train by a script of this recipe alone
-    proxy: str | None  # its width; empty: as large as fits; None: no proxy
-    dry_run: bool  # print the plan only
-    help: bool
-    logger: str
-    restarts: str
-
-
-def read_words(argv: Sequence[str], env: Mapping[str, str]) -> Words:
-    """Tells the launcher's own words, as NAME=value or as flags, from the others."""
-    own: dict[str, Any] = {"--script": "", "--help": "", "--proxy": None}
-    for name in OWN:
-        own[f"--{name.lower().replace('_', '-')}"] = env.get(name, "")
-    constants = []
-    for word in argv:
-        name, equals, text = word.partition("=")
-        flag = f"--{name.lower().replace('_', '-')}" if equals and not name.startswith("-") else name
-        if flag not in own:
-            constants.append(word)
-        elif equals:
-            own[flag] = text
-        else:
-            own[flag] = "" if flag == "--proxy" else "1"
-    on = {flag: own[flag].lower() not in OFF for flag in ("--script", "--dry-run", "--help")}
-    return Words(constants, on["--script"], own["--proxy"], on["--dry-run"], on["--help"], own["--logger"],
-                 own["--restarts"])
 
 
 def trainer_help(words: Words) -> int:
@@ -127,6 +94,9 @@ class Launcher:
         alone = {"OMP_NUM_THREADS": "1"} if ranks > 1 and "OMP_NUM_THREADS" not in os.environ else {}
         trainer.run(words, alone)
         pulse = Pulse(ranks)
+        for word in words:
+            if word.startswith("--resume="):
+                pulse.skip_events(word.removeprefix("--resume="))
         hung = follow(trainer, self.screen, self.progress, self.logger, self.signals, pulse)
         code = trainer.wait()
         self.folder = pulse.folder or self.folder

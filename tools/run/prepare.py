@@ -18,11 +18,11 @@ import torch
 from records.judge.runs import read_events
 from tools.run.dataset import command
 from tools.run.guard import TORCHRUN
-from tools.run.launch import Words, read_words
 from tools.run.names import text_of, trainer_flags
 from tools.run.preflight import Report, counts_its_script, preflight
 from tools.run.script import script
 from tools.run.surroundings import compiler_missing
+from tools.run.words import Words, read_words
 from train_gpt import RECIPES, Refused, brief, preset_config, require, typed
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -44,24 +44,31 @@ class Pulse:
         if line.startswith("evaluating "):
             self.training = False
 
+    def skip_events(self, run_id: str) -> None:
+        """Those that are there already are of an earlier attempt."""
+        path = Path("logs", run_id, "events.jsonl")
+        if path.exists():
+            self.place = path.stat().st_size
+
     def sign(self) -> None:
         now = self.clock()
         if self.training:
             self.longest = max(self.longest, now - self.last)
         self.last = now
 
-    def read_events(self) -> None:
-        """Takes in what events.jsonl has got since the last time."""
+    def read_events(self) -> list[dict[str, Any]]:
+        """Takes in what events.jsonl has got since the last time, and returns it."""
         path = Path(self.folder or "", "events.jsonl")
         if not self.folder or not path.exists():
-            return
+            return []
         with open(path, "rb") as file:
             file.seek(self.place)
             whole, newline, _ = file.read().rpartition(b"\n")  # the last line may be under way
         self.place += len(whole + newline)
-        for line in whole.splitlines():
-            if line.strip():
-                self.take(json.loads(line))
+        events = [json.loads(line) for line in whole.splitlines() if line.strip()]
+        for event in events:
+            self.take(event)
+        return events
 
     def take(self, event: dict[str, Any]) -> None:
         """Takes in what an event tells of the run's pace."""
@@ -101,8 +108,7 @@ class Pulse:
         return seconds
 
     def overdue(self) -> str:
-        """What to say if the run stands still, else empty."""
-        self.read_events()
+        """What to say if the run stands still by the events that were read, else empty."""
         now = self.clock()
         if now - self.looked > PAUSED:
             self.last = now

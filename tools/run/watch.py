@@ -27,22 +27,20 @@ from types import FrameType
 from typing import Any, TextIO
 
 from data import inputs
-from records.judge.runs import STEP, read_events
 from records.verify.folders import HOME, track_of
 from tools.run import cards, guard
 from tools.run.guard import Guarded
 from tools.run.pulse import Pulse
 
 SHOW = ("-m", "tools.run.show")
-# How the line begins with which a stage of a run begins
+# A line that begins so begins a stage of a run; the events of training, below, end them
 STAGES = {
-    "data:": "reading the data", "parameters:": "setting up", "world_size:": "setting up",
-    "warmup before": "warming up",
-    "setup:": "training", "counting n-grams": "counting n-grams", "n-grams of": "training",
-    "Serialized": "evaluating the artifact", "final_": "writing the result"}
-# Lines that a terminal does not need: the plan, which it shows in short, and what result.json says
+    "data:": "reading the data", "world_size:": "setting up", "warmup before": "warming up",
+    "counting n-grams": "counting n-grams", "n-grams of": "training", "evaluating ": "evaluating",
+    "core": "training", "Serialized": "evaluating the artifact", "final_": "writing the result"}
+# Lines that a terminal does not need: the live line has them, or result.json
 QUIET = re.compile(
-    r"data: (?!no |not )|parameters:|matmul |world_size:|collectives:|limits:|record:|stage table:| {3,}\d+ |"
+    r"data: (val_bytes|text fingerprint)|matmul |world_size:|collectives:|record:|stage table:| {3,}\d+ |"
     r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|warmup before|setup:|"
     r"step:\d+/\d+ train_loss|val_part |(counting )?n-grams|init of |stopping_early:|evaluating |"
     r"Serialized |Code size:|Total submission|peak memory|scoring the artifact|final_| *[a-z_]+  \S")
@@ -62,81 +60,61 @@ def in_rows(text: str, break_words: bool = False) -> list[str]:
 
 
 class Progress:
-    """What the lines of a run have said so far."""
+    """How far a run is, by its lines until it trains, then by its events."""
     def __init__(self) -> None:
         self.stage = "starting"
         self.began = time.monotonic()
-        self.seen = {}
-        # (step, mean loss since the report before, training seconds, seconds left, tok/s, when) of a report
-        self.step: tuple[int, float, float, int, int, float] | None = None
+        self.data: dict[str, Any] = {}      # of the run, as its first event tells it
+        self.report: dict[str, Any] = {}    # the last one of a step
+        self.reported = 0.0                 # when it came
         self.trained = False
-        self.gpus: list[str] = []       # the card of each rank
+        self.told: set[str] = set()         # lines about data, which preflight and the trainer have alike
+        self.gpus: list[str] = []           # the card of each rank
         self.flops: list[tuple[int, float]] = []    # (first step of a stage, its FLOPs per token)
 
     def read(self, line: str) -> str | None:
         """Takes a line in. Returns what a terminal shows of it; None: nothing."""
-        found = STEP.match(line)
         for start, stage in STAGES.items():
-            if line.startswith(start):
-                self.enter(stage)
-        if words := re.fullmatch(r"warmup before the clock, compiling: (.+)", line):
-            self.enter(f"compiling, {words[1]} the first time")
-        if re.fullmatch(r"evaluating \S+", line):
-            self.enter(line)
-        if line.startswith("eval settings:") and "ranks" not in self.seen:      # EVAL_FROM
-            self.trained = True
-            self.enter("evaluating val_loss")
-        self.trained |= line.startswith("stopping_early:")
-        if re.match(r"core\w*_metric:", line) and not self.trained:
-            self.enter("training")
-        if found:
-            self.read_step(found, line)
-        for key, pattern in (("folder", r"run folder: (\S+)"), ("parameters", r"parameters:(\d+)"),
-                             ("ranks", r"world_size:(\d+)"),
-                             ("batch", r" +0 +(\d+) "), ("limits", r"limits: (.+)"),
-                             ("later", r" {3,}[1-9]\d* +(\d+) +\d+ +\d+ +\d+ +\d\.\d{4}"),
-                             ("data", r"data: (\S+) train tokens:\d+"),
-                             ("train", r"data: \S+ train tokens:(\d+)"),
-                             ("val", r"data: .* val tokens:(\d+)"), ("bytes", r"data: val_bytes:(\d+)")):
-            if found := re.match(pattern, line):
-                self.seen.setdefault(key, found[1])
-        return None if QUIET.match(line) else line
+            if line.startswith(start) and not (self.trained and stage == "training"):
+                self.enter(f"evaluating {line.split()[1]}" if stage == "evaluating" else stage)
+        if line.startswith("warmup before the clock, compiling: "):
+            self.enter(f"compiling, {line.partition('compiling: ')[2]} the first time")
+        if QUIET.match(line) or line in self.told:
+            return None
+        if line.startswith("data:"):
+            self.told.add(line)
+        return line
 
-    def read_step(self, found: re.Match[str], line: str) -> None:
-        """Takes a step line in, which STEP found. After a validation, but the last, the run trains on."""
-        step = int(found[1])
-        left = re.search(r"eta:(\d+)s", line)
-        if found[3] != "train_loss":
-            self.trained |= found[1] == found[2]
-            self.enter("writing the model" if self.trained else "training")
-        elif found[6] and left:
+    def take(self, event: dict[str, Any]) -> None:
+        """Takes in what an event tells."""
+        kind = event["kind"]
+        if kind == "start":
+            self.data = event["data"]
+            if event["config"].get("eval_from"):
+                self.trained = True
+                self.enter("evaluating val_loss")
+        elif kind == "setup":
             self.enter("training")
-            loss = float(found[9] or found[4])
-            self.step = step, loss, float(found[6]) / 1e3, int(left[1]), int(found[8] or 0), time.monotonic()
+        elif kind == "train":
+            self.report = event
+            self.reported = time.monotonic()
+            self.enter("training")
+        elif kind == "stop":
+            self.trained = True
+        elif kind == "val":
+            self.trained = self.trained or event["step"] == event["steps"]
+            self.enter("writing the model" if self.trained else "training")
 
     def enter(self, stage: str) -> None:
         if stage != self.stage:
             self.stage = stage
             self.began = time.monotonic()
 
-    def plan(self) -> str:
-        """What is going to happen, in two lines."""
-        seen = {key: f"{int(text):,}" if text.isdigit() else text for key, text in self.seen.items()}
-        limits = re.sub(r" \(\d+ tokens\);", ",", seen.get("limits", ""))
-        limits = re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", limits)
-        if "data" in seen:
-            yield f"data: {seen['data']}, {seen['train']} tokens to train on, {seen['val']} to be scored on"
-        if "limits" not in seen:    # of a script of one recipe; run.sh has shown the whole file's plan
-            return
-        batch = seen.get("batch")
-        later = f" (later {seen['later']})" if seen.get("later", batch) != batch else ""
-        yield f"plan: {seen.get('parameters')} parameters, {batch} tokens per step{later}, {limits}"
-
     def bits_per_byte(self, loss: float) -> float | None:
         """Bits per byte for a loss in nats per token; None if the val split's bytes per token are unknown."""
-        if not {"val", "bytes"} <= {*self.seen}:
+        if not self.data.get("val_bytes"):
             return None
-        return loss / math.log(2) * int(self.seen["val"]) / int(self.seen["bytes"])
+        return loss / math.log(2) * self.data["val_tokens"] / self.data["val_bytes"]
 
     def mfu(self, step: int, rate: float) -> str:
         """Model FLOPs utilization at so many tok/s; empty without a GPU."""
@@ -145,23 +123,21 @@ class Progress:
         flops = [each for first, each in self.flops if first <= step][-1]
         return cards.mfu_text(flops * rate, self.gpus).partition(" of ")[0]
 
-    def live(self) -> tuple[float, str]:
+    def live(self) -> tuple[float | None, str]:
         """(part done or None, text) of the live line now."""
         now = time.monotonic()
-        if self.stage != "training" or not self.step:
+        if self.stage != "training" or not self.report:
             return None, f"{self.stage}: {now - self.began:.0f} s"
-        step, loss, seconds, left, rate, then = self.step
-        since = min(now - then, left)
-        bpb = self.bits_per_byte(loss)
-        words = [f"step {step:,}", f"loss {loss:.4f}", f"{bpb:.3f} bpb" if bpb else "",
-                 f"{rate:,} tok/s", self.mfu(step, rate), f"{left - since:.0f} s left"]
-        return (seconds + since) / max(seconds + left, 1e-9), ", ".join(filter(None, words))
-
-
-def start_of(folder: Path) -> dict[str, Any]:
-    """What a run told of itself before it trained; {} where it left no events."""
-    starts = [event for event in read_events(folder) if event["kind"] == "start"]
-    return starts[-1] if starts else {}
+        report = self.report
+        since = min(now - self.reported, report["eta"])
+        seconds = report["seconds"] + since
+        left = report["eta"] - since
+        bpb = self.bits_per_byte(report["mean_loss"])
+        rate = report["tokens"] / report["seconds"]
+        words = [f"step {report['step']:,}", f"loss {report['mean_loss']:.4f}",
+                 f"{bpb:.3f} bpb" if bpb else "", f"{rate:,.0f} tok/s", self.mfu(report["step"], rate),
+                 f"{left:.0f} s left"]
+        return seconds / max(seconds + left, 1e-9), ", ".join(filter(None, words))
 
 
 class Screen:
@@ -184,7 +160,7 @@ class Screen:
         if self.bar is not None:
             self.bar.refresh()
 
-    def tick(self, part: float, text: str) -> None:
+    def tick(self, part: float | None, text: str) -> None:
         """The live line: with a bar where the part that is done is known."""
         if self.bar is not None and time.monotonic() > self.ticked + 0.2:
             self.ticked = time.monotonic()
@@ -236,12 +212,14 @@ def follow(child: Guarded, screen: Screen, progress: Progress, logger: "Logger",
     whether it hung."""
     patience = math.inf     # until a run that hangs is killed
     for stream, line in lines_of(child):
-        if stream == "stdout":
+        if stream:
             pulse.line(line)
-            logger.line(line, progress)
+        for event in pulse.read_events():
+            progress.take(event)
+            logger.take(event, pulse.folder)
+        if stream == "stdout":
             show_line(line, screen, progress)
         elif stream == "stderr":
-            pulse.line(line)
             screen.show(line, sys.stderr)
         else:
             signals.tell(screen)
@@ -257,15 +235,12 @@ def follow(child: Guarded, screen: Screen, progress: Progress, logger: "Logger",
 
 
 def show_line(line: str, screen: Screen, progress: Progress) -> None:
-    """A line of stdout, and on a terminal what follows from it."""
+    """A line of stdout; on a terminal, if it is to be shown there."""
     shown = progress.read(line)
     if screen.bar is None:
         shown = line
     if shown is not None:
         screen.show(shown, sys.stdout)
-    if screen.bar is not None and line.startswith("run folder:"):
-        for row in progress.plan():
-            screen.show(row, sys.stdout)
 
 
 # ------------------------------------------------------------ signals
@@ -344,27 +319,17 @@ class Logger:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.run: Any = None        # of the library that kind names
-        self.opened = False
+        self.config: dict[str, str] = {}
         if kind == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
             self.module = SummaryWriter
         elif kind:
             self.module = import_module(kind)
 
-    def open(self, folder: Path) -> None:
-        config = start_of(folder).get("config", {})
-        if self.kind == "tensorboard":
-            self.run = self.module(str(folder / "tensorboard"))
-            rows = "\n".join(f"| {name} | {value} |" for name, value in config.items())
-            self.run.add_text("config", f"| constant | value |\n| --- | --- |\n{rows}")
-        else:
-            os.environ.setdefault("WANDB_DIR", str(folder))
-            self.run = self.module.init(project="train_gpt", name=folder.name, config=config)
-
-    def line(self, line: str, progress: Progress) -> None:
-        """A line of the run's output: scalars of a step."""
+    def take(self, event: dict[str, Any], folder: Path) -> None:
+        """An event of the run in that folder: constants, scalars of a step."""
         if self.kind:
-            self.safely(self.read, line, progress)
+            self.safely(self.read, event, folder)
 
     def safely(self, do: Callable[..., None], *args: Any) -> None:
         try:
@@ -374,15 +339,27 @@ class Logger:
             self.kind = ""
             self.run = None
 
-    def read(self, line: str, progress: Progress) -> None:
-        if line.startswith("warmup before") and not self.run and "folder" in progress.seen:
-            self.open(Path(progress.seen["folder"]))
-        found = STEP.match(line)
-        if self.run and found:
-            pairs = re.findall(r"(\w+(?:/s)?):(-?\d+(?:\.\d+)?)(?=ms\b|s\b|\s|$)", line)
-            self.scalars(int(found[1]), {name: float(value) for name, value in pairs if name != "step"})
-        if self.run and (part := re.fullmatch(r"val_part step:(\d+) val_loss:(\S+)", line)):
-            self.scalars(int(part[1]), {"val_part_loss": float(part[2])})
+    def read(self, event: dict[str, Any], folder: Path) -> None:
+        kind = event["kind"]
+        if kind == "start":
+            self.config = event["config"]
+        if kind == "setup" and not self.run:        # it trains
+            self.open(folder)
+        if self.run and kind in ("train", "val", "val_part"):
+            values = {name: value for name, value in event.items()
+                      if name not in ("kind", "step", "steps") and value is not None}
+            if kind == "val_part":
+                values = {"val_part_loss": event["val_loss"]}
+            self.scalars(event["step"], values)
+
+    def open(self, folder: Path) -> None:
+        if self.kind == "tensorboard":
+            self.run = self.module(str(folder / "tensorboard"))
+            rows = "\n".join(f"| {name} | {value} |" for name, value in self.config.items())
+            self.run.add_text("config", f"| constant | value |\n| --- | --- |\n{rows}")
+        else:
+            os.environ.setdefault("WANDB_DIR", str(folder))
+            self.run = self.module.init(project="train_gpt", name=folder.name, config=self.config)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         if self.kind == "tensorboard":
