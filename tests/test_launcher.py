@@ -647,8 +647,9 @@ print("warmup before the clock", flush=True)
 def event(**event):
     print(json.dumps(event), file=open("logs/r/events.jsonl", "a"))
 event(kind="start", config={}, data=dict(val_tokens=1))
+event(kind="setup", setup_ms=1, compile_ms=1)
 for step in range(1, 11):
-    event(kind="train", step=step, steps=1000, seconds=step / 1000, tokens=step)
+    event(kind="train", step=step, steps=1000, seconds=step / 1000, tokens=step, mean_loss=2.0, eta=60.0)
 if "SAVES" in os.environ:
     open("logs/r/checkpoint.pt", "w")
 task = json.loads(os.environ["TASKS"])[attempt]
@@ -721,7 +722,7 @@ def test_a_terminal_shows_the_plan_in_short(place, marker):
     env = dict(STAND_INS="1", WORDS=json.dumps(["train_gpt.py"]), TASKS="[0]") | marker.env
     code, lines, live = on_terminal([sys.executable, "driver.py"], place, env=env)
     assert code == 0 and [line for line in lines if line] == [
-        "getting data: x", "75 %", "attempt 0: 0", "shown ['logs/r']"]
+        "getting data: x", "75 %", "parameters:7", "attempt 0: 0", "shown ['logs/r']"]
     stages = [text.partition(":")[0] for text in live if text.strip()]
     assert stages[0] == "checking" and "75 %" not in "".join(live)
 
