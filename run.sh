@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get data, train; --dry-run: print the plan only
-# ./run.sh PRESET --proxy[=WIDTH]                     the recipe at another width, for any machine: docs/proxy.md
-# ./run.sh [PRESET] --script                          train by what `./run.sh script PRESET` prints, for a record
-# ./run.sh [PRESET] --help                            every constant, with its unit and range
+# ./run.sh [PRESET] [NAME=value …] [--name=value …]   set up, get the data, train; --dry-run prints the plan only
+# ./run.sh PRESET --proxy[=WIDTH]                     the recipe scaled down to a smaller width: docs/proxy.md
+# ./run.sh [PRESET] --script                          train with `./run.sh script PRESET`'s output, as records do
+# ./run.sh [PRESET] --help                            lists every constant, with its unit and range
 # ./run.sh setup | data [ARG …] | test [ARG …] | bench [ARG …] | static [ARG …] | record ARG … | board --html
-# ./run.sh sample RUN ["PROMPT" …]                    how the model of a run goes on
-# ./run.sh gpu-report [PRESET …] [--toy]              is this GPU ready, and which constants should change?
-# ./run.sh script PRESET                              train_gpt.py with that recipe only, to the terminal
+# ./run.sh sample RUN ["PROMPT" …]                    sample from a run's model
+# ./run.sh gpu-report [PRESET …] [--toy]              check this GPU and suggest constants for it
+# ./run.sh script PRESET                              print train_gpt.py with that recipe only
 # data: the embedded corpus; --text PATH --name NAME: your own text; sp1024 | sp8192 | gpt2 [-n SHARDS]: published
-# tokens; data climbmix | fineweb-edu [-n SHARDS]: published text, tokenized here; data core: the tasks of CORE.
-# PYTHON=path uses that interpreter as it is: no virtual environment, no installation.
+# tokens; climbmix | fineweb-edu [-n SHARDS]: published text, tokenized here; core: the CORE tasks.
+# PYTHON=path uses that interpreter as is: no virtual environment, nothing installed.
 set -u
 # The checkout's folder, also where a link leads to this file or CDPATH names other places: `python -m` finds our
 # modules there, unless PYTHONSAFEPATH is set
