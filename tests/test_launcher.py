@@ -2,6 +2,7 @@
 stopped, restarted and shown, and that nothing outlives it."""
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -725,6 +726,18 @@ def test_a_terminal_shows_the_plan_in_short(place, marker):
         "getting data: x", "75 %", "parameters:7", "attempt 0: 0", "shown ['logs/r']"]
     stages = [text.partition(":")[0] for text in live if text.strip()]
     assert stages[0] == "checking" and "75 %" not in "".join(live)
+
+
+def test_a_trainer_may_open_a_thousand_shards(place, marker):
+    """Whatever the shell's limit is: the system's counts."""
+    said = "import resource, sys\nsys.exit(f'train_gpt: {resource.getrlimit(resource.RLIMIT_NOFILE)}')\n"
+    (place / "train_gpt.py").write_text(said)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    process = start(place, marker)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    _, _, err = ended(process)
+    assert err == f"train_gpt: {(hard, hard)}\n"
 
 
 def test_what_is_refused_is_not_trained(place, marker):

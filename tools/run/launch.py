@@ -159,6 +159,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     logger = open_logger(words.logger)
     if not logger:
         return 2
+    surroundings.raise_file_limit()
     changes, notes = surroundings.for_trainer(env)
     print(*notes, sep="\n", end="\n" * bool(notes), flush=True)
     of_parts = {name: text for name, text in {**env, **changes}.items() if name not in OWN}

@@ -6,6 +6,7 @@ import getpass
 import os
 import platform
 import re
+import resource
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -92,6 +93,12 @@ def sorting(env: Mapping[str, str]) -> dict[str, str]:
     if "NPY_DISABLE_CPU_FEATURES" in env or env.get("NPY_ENABLE_CPU_FEATURES"):
         return {}
     return {"NPY_DISABLE_CPU_FEATURES": "AVX512F"} if "AuthenticAMD" in words_of(CPU_INFO) else {}
+
+
+def raise_file_limit() -> None:
+    """A trainer keeps every shard open, and some datasets have more of them than the usual 1,024 files."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def allocator(env: Mapping[str, str]) -> dict[str, str]:
