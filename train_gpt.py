@@ -1035,7 +1035,8 @@ def open_data(cfg: Any, log: Logger = print) -> Data:
             manifest = json.loads((folder / "manifest.json").read_bytes())
         groups = {file["path"]: file.get("row_groups") for file in manifest.get("files", [])}
         files = {split: sorted(folder.glob(f"[!.]*_{split}_*[0-9].bin")) for split in ("train", "val")}
-        require(files["train"] and files["val"], f"no shards at {show(cfg.data_path)!r}: ./run.sh data")
+        require(files["train"] and files["val"],
+                f"no shards at {show(cfg.data_path)!r}: `./run.sh {cfg.preset}` gets them")
         train = [Shard(path, len(open_shard(path)), groups.get(path.name)) for path in files["train"]]
         val = np.concatenate([open_shard(path) for path in files["val"]])
         sha256 = {path.name: file_sha256(path) for path in files["val"]}
@@ -2048,7 +2049,7 @@ class Clock:
         self.agreed = state.seconds  # the time then
         self.laps: list[float] = []  # seconds per step
         self.under_way: list[Any] = []  # events of steps on the device
-        self.stop = False  # did a signal come to some rank?
+        self.stop_asked = False  # did a signal come to some rank?
         self.start(state.seconds)
 
     def start(self, seconds: float) -> None:
@@ -2065,7 +2066,7 @@ class Clock:
             while self.under_way and (len(self.under_way) > 3 or self.under_way[0].query()):
                 self.under_way.pop(0).synchronize()
             mine = torch.tensor([self.seconds(), stop, len(self.under_way)], dtype=torch.float64)
-            seconds, self.stop, pending = all_reduce(mine, "MAX").tolist()
+            seconds, self.stop_asked, pending = all_reduce(mine, "MAX").tolist()
             steps = step - int(pending) - self.at
             if steps > 0 and (exactly or self.cap or not self.team.on_gpu):
                 self.laps.append((seconds - self.agreed) / steps)
@@ -2165,7 +2166,7 @@ def train(run: Run) -> Score:
         stage = stage_at(cfg, progress)
         done = why_done(run, clock, stage)
         # 2. checkpoint, validation and further evaluations, off the clock
-        save = save_is_due(run, done, clock.stop)
+        save = save_is_due(run, done, clock.stop_asked)
         validation_due = cfg.val_loss_every and step % cfg.val_loss_every == 0
         further = cfg.evaluations(step)
         if save or done or validation_due or further:
@@ -2175,7 +2176,7 @@ def train(run: Run) -> Score:
                 state.loss_sum = mean_of_ranks(recent, team)
                 save_checkpoint(run)
                 team.share(None)  # the others wait for rank 0's file, off the clock as well
-            if save and clock.stop:
+            if save and clock.stop_asked:
                 raise KeyboardInterrupt(f"RESUME={cfg.run_id}")
             if done:
                 save_weights(run)

@@ -74,11 +74,11 @@ def test_a_run_with_stages(drawn):
     """Losses inside the frame, the schedule, where the warmdown lowers it, where stages begin."""
     found = drawn(PRESET="speedrun")
     assert [*legend_of(found.figure)] == [
-        TRAIN_LABEL, "val, at the end 3.2700", "warmdown", "a stage begins", LR_LABEL]
+        TRAIN_LABEL, "val, trained weights 3.2700", "warmdown", "a stage begins", LR_LABEL]
     axes = found.axes
     low, high = axes.get_ylim()
     left, end = axes.get_xlim()
-    losses = [curve(axes, TRAIN_LABEL), curve(axes, "val, at the end 3.2700")]
+    losses = [curve(axes, TRAIN_LABEL), curve(axes, "val, trained weights 3.2700")]
     for line in losses:
         assert low < min(line.get_ydata()) and max(line.get_ydata()) < high
         assert left <= min(line.get_xdata()) and max(line.get_xdata()) < end
@@ -130,7 +130,7 @@ def test_without_a_warmdown_there_is_no_band(drawn):
                   BATCH_SCHEDULE="1")
     assert not found.axes.patches
     found = drawn([(1, 1.0, 9.0), (50, 50.0, 8.0)], [(50, 50.0, 6.0)], PRESET="golf", WARMDOWN_ITERS="0")
-    assert [*legend_of(found.figure)] == [TRAIN_LABEL, "val, at the end 6.0000", LR_LABEL]
+    assert [*legend_of(found.figure)] == [TRAIN_LABEL, "val, trained weights 6.0000", LR_LABEL]
 
 
 def test_a_part_of_val_is_a_curve_of_its_own(drawn):

@@ -1021,7 +1021,9 @@ def test_a_game_for_gpus_on_a_laptop(empty, refused, call, preset):
     plan has a line about it."""
     said = refused(preset)
     assert said.startswith(f"preflight: {preset} is made for GPUs: a step takes ")
-    assert " days (estimate)" in said and "PRESET=tiny" in said and "DEVICE=cpu" in said
+    cap = train_gpt.preset_config(preset).max_wallclock_seconds
+    assert (f"ends after {cap:g} s" if cap else " days (estimate)") in said
+    assert "PRESET=tiny" in said and "DEVICE=cpu" in said
     assert f"./run.sh {preset} --proxy" in said
     assert "./run.sh data" in refused(preset, DEVICE="cpu")     # the next thing that is missing
     code, out, _ = call(preset, "--dry-run")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains on several machines over ssh. From the first of them, in its checkout:
-#   docs/cluster/ssh.sh "host1 host2" --preset=golf
+#   docs/cluster/ssh.sh "host1 host2" --preset=speedrun
 # GPUS and PORT in the environment set the GPUs of a machine (8) and the port where they meet (29500).
 # Each machine has this checkout at the same path, after ./run.sh setup and ./run.sh data …, and opens to ssh
 # without a password. host1 is a name under which the others reach it.

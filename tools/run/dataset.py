@@ -34,6 +34,16 @@ def command_for(folder: Path) -> str:
     return command(ARGUMENTS.get(folder.name, ["--text", "PATH", "--name", folder.name or "NAME"]))
 
 
+def advice(folder: Path) -> str:
+    """What to do where there is no dataset: it may be one in data/datasets, or a text."""
+    own = Path("data/datasets", folder.name)
+    if has_shards(own):
+        return f"did you mean DATA_PATH={own}?"
+    if folder.is_file():
+        return f"make one of this text with `{command(['--text', str(folder), '--name', folder.stem])}`"
+    return f"get it with `{command_for(folder)}`"
+
+
 def shards_in(folder: Path, split: str) -> list[str]:
     """The files that the trainer takes for shards."""
     return [path.name for path in folder.glob(f"[!.]*_{split}_*[0-9].bin")]
@@ -74,7 +84,7 @@ def check_dataset(cfg: Any, log: Log) -> Data:
     """Opens the dataset at cfg.data_path and looks for whatever would spoil a run. Raises Refused."""
     folder = Path(cfg.data_path).absolute()
     get_it = f"get it with `{command_for(folder)}`"
-    require(has_shards(folder), f"no train and val shards at {show(cfg.data_path)!r}: {get_it}")
+    require(has_shards(folder), f"no train and val shards at {show(cfg.data_path)!r}: {advice(folder)}")
     try:
         manifest = read_manifest(folder)
         check_files(folder, manifest, get_it)

@@ -22,11 +22,16 @@ ELSEWHERE = dict(
     BATCH_SIZE=BATCH, MICRO_BATCH_SIZE=BATCH[1:], GRADIENT_ACCUMULATION_STEPS=BATCH[1:],
     MOMENTUM=("MUON_MOMENTUM",), N_LAYER=("NUM_LAYERS",), N_EMBD=("MODEL_DIM",), N_HEAD=("NUM_HEADS",),
     N_KV_HEAD=("NUM_KV_HEADS",), BLOCK_SIZE=("TRAIN_SEQ_LEN",), SEQ_LEN=("TRAIN_SEQ_LEN",),
-    MAX_SEQ_LEN=("TRAIN_SEQ_LEN",), MAX_ITERS=("ITERATIONS",), STEPS=("ITERATIONS",),
+    MAX_SEQ_LEN=("TRAIN_SEQ_LEN",), NUM_SCHEDULED_ITERATIONS=("ITERATIONS",), MAX_ITERS=("ITERATIONS",),
+    STEPS=("ITERATIONS",),
     EPOCHS=("MAX_EPOCHS",), WARMUP_ITERS=("LR_WARMUP_STEPS",), GRAD_CLIP=("GRAD_CLIP_NORM",),
     WARMDOWN_RATIO=("WARMDOWN_FRAC", "WARMDOWN_ITERS"), EVAL_INTERVAL=("VAL_LOSS_EVERY",),
     EVAL_EVERY=("VAL_LOSS_EVERY",), EVAL_TOKENS=("VAL_TOKENS",), DATASET=("DATA_PATH",),
     DEVICE_TYPE=("DEVICE",))
+# What scripts of parameter-golf take and no recipe of ours does
+OF_GOLF_SCRIPTS = {
+    "QUANT_BITS", "MUON_WD", "MUON_WEIGHT_DECAY", "EMA_ENABLED", "SWA_ENABLED", "SWA_EVERY", "TTT_ENABLED",
+    "BIGRAM_VOCAB_SIZE", "XSA_LAST_N", "LATE_QAT", "ROPE_DIMS", "LN_SCALE"}
 # What is no constant any more, and the command that does it
 COMMANDS = dict(
     SAMPLE='./run.sh sample RUN "a prompt"', SAMPLE_TOKENS="./run.sh sample RUN --tokens=N",
@@ -86,6 +91,8 @@ def why_not_here(preset: str, name: str) -> str:
     owners = [other for other in RECIPES if name in constants_of(other)]
     if owners:
         return f"{preset} has no such constant, only {', '.join(owners)}"
+    if name in OF_GOLF_SCRIPTS:
+        return f"{preset} has no such constant; ./run.sh {preset} --help lists its own"
     return f"no constant any more: {COMMANDS[name]}" if name in COMMANDS else ""
 
 

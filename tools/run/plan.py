@@ -178,12 +178,16 @@ def micro_batch(cfg: Any, machine: Machine) -> int:
 
 def slow_machine(cfg: Any, machine: Machine) -> str:
     """On a CPU where a step would take more than a minute: how long, and what else to do. Empty elsewhere."""
-    seconds = flops_per_token(cfg) * cfg.train_batch_tokens / CPU_FLOPS / machine.threads
-    if machine.on_gpu or seconds <= 60:
+    token = flops_per_token(cfg) / CPU_FLOPS / machine.threads  # seconds
+    if machine.on_gpu or token * cfg.train_batch_tokens <= 60:
         return ""
-    return (f"{cfg.preset} is made for GPUs: a step takes {seconds / 60:.0f} min here, the whole run "
-            f"{seconds * total_steps(cfg) / 86400:.1f} days (estimate); ./run.sh {cfg.preset} --proxy trains "
-            "a small version of it, PRESET=tiny trains for 2 min, DEVICE=cpu trains anyway")
+    ends = f"the whole run {token * planned_tokens(cfg) / 86400:.1f} days (estimate)"
+    if cfg.max_wallclock_seconds:
+        ends = f"and the run ends after {cfg.max_wallclock_seconds:g} s"
+    minutes = token * cfg.train_batch_tokens / 60
+    return (f"{cfg.preset} is made for GPUs: a step takes {minutes:.0f} min here, {ends}; ./run.sh "
+            f"{cfg.preset} --proxy trains a small version of it, PRESET=tiny trains for 2 min, DEVICE=cpu "
+            "trains anyway")
 
 
 def slow_sliding(cfg: Any, count: int) -> str:

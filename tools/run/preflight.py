@@ -27,7 +27,7 @@ from tools.run.plan import (
     check_layers, full_disk, micro_batch, plan_lines, planned_tokens, slow_machine, slow_sliding, stage_flops)
 from tools.run.script import script
 from train_gpt import (
-    RESUME_FREE, Data, Loader, Refused, brief, check_same_data, preset_config, read_file,
+    RESUME_FREE, Data, Loader, Refused, brief, check_same_data, overrides, preset_config, read_file,
     recipe_of, require, script_source, typed)
 
 GUESSED_VOCABULARY = 1024  # of a plan without data, for a recipe that does not name its own
@@ -100,7 +100,9 @@ def preflight(env: Mapping[str, str], words: Sequence[str], log: Log = say, dry_
             doubt(str(error))
     if cfg.eval_from:
         return Report(cfg.preset, asked.flags)
-    # 4. memory, disk, the plan
+    # 4. memory, disk, the plan; a run's own log has its overrides
+    if dry_run:
+        log(*[f"override {name} {old} -> {new}" for name, (old, new) in overrides(asked.cfg).items()])
     doubt(full_disk(cfg, Path("logs")))
     micro = micro_batch(cfg, machine)
     alone = alone or counts_its_script(cfg.preset)

@@ -99,7 +99,8 @@ def draw_run(folder: Path, result: dict[str, Any], target: dict[str, Any]) -> No
     if target.get("curve"):
         axes.plot(*zip(*target["curve"]), color="0.65", linewidth=4,
                   label=f"the record: {SPLITS[target['curve_of']]}, median of runs")
-    axes.plot(*zip(*batch_means(run.curves["train"])), color="tab:blue", linewidth=1.2, alpha=0.8,
+    train = [point for point in run.curves["train"] if point.step > 10]     # before, each is one batch
+    axes.plot(*zip(*batch_means(train or run.curves["train"])), color="tab:blue", linewidth=1.2, alpha=0.8,
               label="train, mean of many batches")
     if run.curves["part"]:
         part = [(point.seconds, point.loss) for point in run.curves["part"]]
@@ -112,7 +113,7 @@ def draw_run(folder: Path, result: dict[str, Any], target: dict[str, Any]) -> No
                          label=f"{other['name']}: final val_bpb {other['value']:.4f}")
             dashes.append(dashes.pop(0))
     val = [(point.seconds, point.loss) for point in run.curves["val"]]
-    axes.plot(*zip(*val), "o-", color="tab:red", markersize=5, label=f"val, at the end {val[-1][1]:.4f}")
+    axes.plot(*zip(*val), "o-", color="tab:red", markersize=5, label=f"val, trained weights {val[-1][1]:.4f}")
     draw_schedule(axes, right, schedule_of(run, folder / "train_gpt.py"), val[-1][0])
     axes.set(xlabel="train_time (s)", ylabel="nats per token", yscale="log", xlim=(0, None))
     axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
