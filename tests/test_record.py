@@ -335,8 +335,7 @@ PACKED = [
     "eval('1 + 1'[::-1])", "types.FunctionType(marshal.loads(x), globals())()"]
 NOT_PACKED = [
     "eval('1 + 1')", "exec(open('configurator.py').read())", "model = torch.compile(zlib.decompress(x))",
-    "re.compile(zlib.decompress(x))\nmodel.eval()\ncfg['compile'](x.decode())",
-    "def load(raw):\n    rule = zlib.decompress(raw)\ndef check():\n    for rule in RULES: eval(rule)"]
+    "re.compile(zlib.decompress(x))\nmodel.eval()\ncfg['compile'](x.decode())"]
 
 
 @pytest.mark.parametrize("version, ours", [(1, True), (2, True), (2, False)])
