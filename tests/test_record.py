@@ -800,10 +800,9 @@ SCORES = {      # log-probabilities -> what is no distribution
 
 def probe_here(env, artifact=None, seed=0):
     """The probe in this process, by two models of the same weights."""
-    seen, fresh = (leak_probe.script_kind(train_gpt)(train_gpt, artifact, env) for _ in range(2))
+    seen, fresh = (leak_probe.Script(train_gpt, artifact, env) for _ in range(2))
     about = seen.about()
-    rng = np.random.default_rng(seed)
-    return leak_probe.probe(fresh, seen, about["T"], about["V"], about["windows"], [], rng)
+    return leak_probe.probe(fresh, seen, about["T"], about["V"], [], np.random.default_rng(seed))
 
 
 @pytest.mark.parametrize("peek", [*LEAKS, *SCORES])
@@ -835,11 +834,11 @@ def test_our_presets_pass_the_probe(preset, shape):
 
 def test_the_probe_tries_every_alignment_and_window_edge():
     for T in (64, 256, 2048):
-        tried = set(leak_probe.some_places(T, [100, 0], np.random.default_rng(0)))
+        tried = set(leak_probe.some_places(T, np.random.default_rng(0)))
         assert {t % 2 for t in tried} == {0, 1} and max(tried) < T - 1
         for step in (step for step in leak_probe.ALIGNMENTS if step < T - 1):
             assert {0, step - 1} <= {t % step for t in tried if t}
-        assert {t for t in (99, 100, 101, 49, 50, 51) if t < T - 1} <= tried
+        assert {t for edge in range(64, T - 1, 64) for t in (edge - 1, edge)} <= tried
 
 
 def planted(tmp_path, code):
@@ -874,7 +873,7 @@ def test_a_worker_is_an_interpreter_of_its_own(tmp_path, monkeypatch):
         "def load_config(env):\n    lr = env.get('MATRIX_LR', os.environ.get('MATRIX_LR', beside.LR))\n"
         "    return SimpleNamespace(lr=lr, torch='torch' in sys.modules)\n")
     found = leak_probe.configurations(tmp_path / "train_gpt.py", [{}, {"MATRIX_LR": "0.1"}], LONG)
-    assert found == ({"lr": "0.25", "torch": "False"}, {"lr": "0.1", "torch": "False"})
+    assert found == [{"lr": "0.25", "torch": "False"}, {"lr": "0.1", "torch": "False"}]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["beside.py", "train_gpt.py"]
 
 
@@ -907,13 +906,13 @@ def test_scripts_of_rules_version_1_are_probed():
     """Their models have set_context."""
     config = SimpleNamespace(vocab_size=31, train_seq_len=16, window_schedule=(3, 7))
     module = SimpleNamespace(GPT=OldGPT, log_probs=old_log_probs, load_config=lambda env: config)
-    seen, fresh = (leak_probe.OldScript(module, None, {}) for _ in range(2))
-    assert seen.about() == {"T": 16, "V": 31, "windows": [3, 7, 7]}
+    seen, fresh = (leak_probe.Script(module, None, {}) for _ in range(2))
+    assert seen.about() == {"T": 16, "V": 31}
     rng = np.random.default_rng(0)
-    assert leak_probe.probe(fresh, seen, 16, 31, [7], [], rng)[0] == 15
+    assert leak_probe.probe(fresh, seen, 16, 31, [], rng)[0] == 15
     module.log_probs = lambda model, tokens: old_log_probs(model, tokens.roll(-1, 1))
     with pytest.raises(leak_probe.ProbeFailed, match="a leak: "):
-        leak_probe.probe(fresh, seen, 16, 31, [7], [], rng)
+        leak_probe.probe(fresh, seen, 16, 31, [], rng)
 
 
 # ------------------------------------------------------------ single rules, on made-up runs
