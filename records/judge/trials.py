@@ -7,14 +7,11 @@ import datetime
 import itertools
 import os
 import re
-import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 
 from records.judge.runs import (
     Run, demand, demand_no_dead_link, demand_samples, demand_seed, describe, equal_point, identity,
@@ -23,7 +20,7 @@ from records.judge.runs import (
 from records.judge.scores import comparable_curves, demand_comparable, name_of_metric
 from records.show.curves import draw
 from records.show.names import telling_names
-from records.verify.folders import ROOT, sha256
+from records.verify.folders import sha256
 
 
 # ------------------------------------------------------------ running
@@ -77,16 +74,6 @@ def run_in_turn(commands: dict[str, str], n: int, say: Callable, seed: int = 133
             say(f"{len(times)}/{total} {label} seed {seed + i}: {name_of_metric([run], metric)} "
                 f"{show(metric, run.value(metric))} eta:{left:.0f}s")
     return found
-
-
-def flags_of(settings: dict[str, Any]) -> list[str]:
-    """{name: value} as flags of the trainer."""
-    return [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
-
-
-def training_command(settings: dict[str, Any], script: Path = ROOT / "train_gpt.py") -> str:
-    """A shell command that trains with {name: value} as flags; the trainer refuses one it does not know."""
-    return shlex.join([sys.executable, str(script), *flags_of(settings)])
 
 
 # ------------------------------------------------------------ comparing
