@@ -102,10 +102,6 @@ class DataError(Exception):
     """The input or the request cannot be used; the message is one sentence for the user."""
 
 
-class TooDeep(DataError):
-    """JSON that is valid, perhaps, but that Python does not read."""
-
-
 class Input(NamedTuple):
     """A file and how it is read."""
     path: Path
@@ -137,50 +133,29 @@ def progress_of(label: str, total: int) -> tqdm:
 # --- documents: a reader takes an open binary file, its path and counts (see documents), and yields texts,
 # --- None for a row whose text is null
 
-# What dumps of text put between documents: anywhere but in quotes,
-PLAIN_MARKS = (b"<|endoftext|>", b"<|end_of_text|>")
-# or alone in a line
-LINE_MARKS = (b"</s>", b"<eos>", b"<|eos|>", b"<EOS>", b"[EOS]")
-ANY_MARK = re.compile(b"|".join(map(re.escape, (*PLAIN_MARKS, *LINE_MARKS))))
-AFTER_MARK = re.compile(rb"[ \t]*(?:\r?\n(?:[ \t]*\r?\n)*)?")
+# What dumps of text put between documents: anywhere but in quotes, or alone in a line; with the blanks around
+# it and the line ends after it
+MARKS = (b"<|endoftext|>", b"<|end_of_text|>", b"</s>", b"<eos>", b"<|eos|>", b"<EOS>", b"[EOS]")
+MARK = re.compile(
+    rb"(?:[ \t]*(?<![\"'`])<\|end(?:of|_of_)text\|>(?![\"'`])"
+    rb"|^[ \t]*(?:</s>|<eos>|<\|eos\|>|<EOS>|\[EOS\])(?=[ \t]*(?:\r?\n|\Z)))"
+    rb"[ \t]*(?:\r?\n(?:[ \t]*\r?\n)*)?", re.M)
 LONGEST_MARK = 64  # bytes, with blanks around it
-QUOTES = (b'"', b"'", b"`")
-
-
-def find_mark(text: bytes, start: int, far: int) -> tuple[int, int] | None:
-    """(start, stop) of the first mark of a document's end that begins between these places, with the blanks
-    around it and the line ends after it."""
-    for mark in ANY_MARK.finditer(text, start, far + LONGEST_MARK):
-        first = mark.start()
-        after = AFTER_MARK.match(text, mark.end()).end()
-        before = text[max(0, first - LONGEST_MARK):first].rpartition(b"\n")[2]
-        if mark[0] in PLAIN_MARKS:
-            is_mark = before[-1:] not in QUOTES and text[mark.end():mark.end() + 1] not in QUOTES
-        else:
-            is_mark = not before.strip() and (after == len(text) or text[after - 1:after] == b"\n")
-        if is_mark and first <= far:
-            return max(start, first - len(before) + len(before.rstrip(b" \t"))), after
-    return None
 
 
 def has_marks(text: bytes) -> bool:
-    return any(mark in text for mark in (*PLAIN_MARKS, *LINE_MARKS))
+    return any(mark in text for mark in MARKS)
 
 
 def split_at_marks(text: str, counts: Counter[str]) -> Iterator[str]:
     """The documents of a row's text, whose ends may be marked."""
     raw = text.encode()
-    if not has_marks(raw) or not find_mark(raw, 0, len(raw)):
+    parts = MARK.split(raw) if has_marks(raw) else []
+    if len(parts) < 2:
         yield text
         return
-    start = 0
-    while mark := find_mark(raw, start, len(raw)):
-        counts["marks"] += 1
-        if raw[start:mark[0]].strip():
-            yield raw[start:mark[0]].decode()
-        start = mark[1]
-    if raw[start:].strip():
-        yield raw[start:].decode()
+    counts["marks"] += len(parts) - 1
+    yield from [part.decode() for part in parts if part.strip()]
 
 
 def split_pieces(raw: BinaryIO, target: int, marks: bool, counts: Counter[str]
@@ -199,14 +174,14 @@ def split_pieces(raw: BinaryIO, target: int, marks: bool, counts: Counter[str]
             may_have_marks = marks and has_marks(buffer)
         if len(buffer) == start:
             return
-        near = start + target
         far = start + 2 * target
-        mark = find_mark(buffer, start, far) if may_have_marks else None
-        if mark:
-            stop, after = mark
+        mark = MARK.search(buffer, start, far + LONGEST_MARK) if may_have_marks else None
+        if mark and mark.start() <= far:
+            stop, after = mark.span()
             counts["marks"] += 1
         else:
-            stop = after = end_of_piece(buffer, near, far)
+            mark = None
+            stop = after = end_of_piece(buffer, start + target, far)
         if not mark or buffer[start:stop].strip():
             yield line, buffer[start:stop]
         line += buffer.count(b"\n", start, after)
@@ -274,7 +249,6 @@ def text_of(row: Any, counts: Counter[str]) -> str | None:
     return text
 
 
-TOO_DEEP = "has lists or objects nested too deeply to be read: flatten them or leave them out"
 NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError)     # where JSON is no row of text
 
 
@@ -284,8 +258,6 @@ def read_jsonl(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str
         where = f"{file.path}: line {number}"
         try:
             texts = [text_of(row, counts) for row in json_values(line)]
-        except RecursionError:
-            raise TooDeep(f"{where} {TOO_DEEP}") from None
         except UnicodeDecodeError:
             raise not_utf8(file.path, where) from None
         except NO_ROW:
@@ -301,8 +273,6 @@ def read_json(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str 
         rows = JSON.decode(content.decode().removeprefix("\ufeff"))
         rows = [rows] if isinstance(rows, dict) else rows
         texts = [text_of(row, counts) for row in rows]
-    except RecursionError:
-        raise TooDeep(f"{path} {TOO_DEEP}") from None
     except UnicodeDecodeError:
         raise not_utf8(path, str(path)) from None
     except NO_ROW:
@@ -310,36 +280,35 @@ def read_json(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str 
     yield from texts
 
 
-def csv_rows(raw: BinaryIO, encoding: str = "") -> tuple[Any, list[str]]:
-    """(rows as lists, the first of which is the header; place of the column `text` or None) of an open file.
-    The delimiter is the one that sets `text` apart in the first line: a comma, a tab or a semicolon."""
+def csv_rows(raw: BinaryIO, encoding: str = "") -> Any:
+    """The rows of an open table, a dictionary each; None without a column `text` in the first line. The
+    delimiter is the one that sets `text` apart there: a comma, a tab or a semicolon."""
     stream = inputs.text_stream(raw, encoding)
     start = stream.peek()[:1 << 16]
-    first_line = start.decode(errors="replace").partition("\n")[0].removeprefix("\ufeff")
+    first_line = start.decode(errors="replace").partition("\n")[0].removeprefix("\ufeff").strip("\r")
     for delimiter in ",\t;":
         with contextlib.suppress(csv.Error):
-            header = next(csv.reader([first_line.strip("\r")], delimiter=delimiter), [])
-            if "text" in [name.strip() for name in header]:
+            names = [name.strip() for name in next(csv.reader([first_line], delimiter=delimiter), [])]
+            if "text" in names:
                 lines = io.TextIOWrapper(stream, "utf-8", newline="")
-                return csv.reader(lines, delimiter=delimiter, strict=True), header
-    return None, []
+                return csv.DictReader(lines, names, delimiter=delimiter, strict=True)
+    return None
 
 
 def read_csv(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str]:
     """The column `text` of a table whose first line names the columns."""
     path = file.path
-    rows, header = csv_rows(raw, file.encoding)
+    rows = csv_rows(raw, file.encoding)
     if rows is None:
         raise DataError(f"{path} has no column `text` in its first line: name the column of the texts so, or "
                         "name the file .txt to read it as it is")
-    place = [name.strip() for name in header].index("text")
     try:
-        next(rows)
+        next(rows)      # the names
         for row in rows:
-            if row and place >= len(row):
-                raise DataError(f"{path}: line {rows.line_num} has no `text`, which is column {place + 1}")
-            if row:
-                yield row[place]
+            if row["text"] is None:
+                raise DataError(f"{path}: line {rows.line_num} has no `text`, which is column "
+                                f"{rows.fieldnames.index('text') + 1}")
+            yield row["text"]
     except csv.Error as error:
         raise DataError(f"{path}: line {rows.line_num} is not CSV ({error}): mend it, or name the file .txt "
                         "to read it as it is") from None
@@ -482,22 +451,17 @@ def is_rows(path: Path, encoding: str) -> bool:
 
 
 def is_json_text(file: Input) -> bool:
-    """Does a .json file hold texts, and nothing else? Raises TooDeep."""
-    with inputs.open_binary(file.path) as raw:
-        try:
-            for _ in read_json(raw, file, Counter()):
-                pass
-        except TooDeep:
-            raise
-        except (DataError, UnicodeDecodeError, *inputs.DAMAGED):
-            return False
-    return True
+    """Does a .json file hold texts, and nothing else?"""
+    with (inputs.open_binary(file.path) as raw,
+          contextlib.suppress(DataError, UnicodeDecodeError, *inputs.DAMAGED)):
+        return all(True for _ in read_json(raw, file, Counter()))
+    return False
 
 
 def is_csv_text(file: Input) -> bool:
     """Does a .csv or .tsv file have a column `text`?"""
     with inputs.open_binary(file.path) as raw, contextlib.suppress(*inputs.DAMAGED, UnicodeDecodeError):
-        return csv_rows(raw, file.encoding)[0] is not None
+        return csv_rows(raw, file.encoding) is not None
     return False
 
 

@@ -14,10 +14,9 @@ from records.judge.runs import (
 from records.verify.folders import Folder
 
 # Ranks of a finding: two things in the folder exclude each other, or a rule of the track; nothing in the
-# folder shows a claim; something of form
-CONTRADICTION = 1
-NO_EVIDENCE = 2
-FORMALITY = 3
+# folder shows a claim
+CONTRADICTION = "contradiction"
+NO_EVIDENCE = "no evidence"
 # Names of columns, and beginnings of lines, that tell of something else than a run's own scores
 OTHERS = re.compile(
     r"(?i)Δ|delta|gain|diff|improv|gap|penalty|base|prev|prior|before|parent|reference|leader|control|"
@@ -27,7 +26,7 @@ CHOICES = 3000      # of some of a record's runs, which may make a mean
 
 
 class Finding(NamedTuple):
-    rank: int       # CONTRADICTION, NO_EVIDENCE or FORMALITY
+    rank: str       # CONTRADICTION or NO_EVIDENCE
     text: str
 
 

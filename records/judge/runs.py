@@ -80,7 +80,6 @@ STEP = re.compile(              # step, steps, kind of loss, loss, val_bpb, time
     rf"(?:(train_loss|val_loss(?:_partial)?): ?({NUMBER}))? ?(?:val_bpb: ?({NUMBER}))?"
     r"(?:.*?\btrain_time: ?(\d+(?:\.\d+)?)(ms|s|m)\b(?:.*? tok/s:(\d+))?)?"
     rf"(?:.* mean_loss:({NUMBER})$)?", re.M)
-LLMC = re.compile(rf"^s:(\d+) (tel|trl):({NUMBER})", re.M)         # of llm.c: loss of val, of train
 FINAL = re.compile(             # tag, name of the loss, loss, val_bpb
     rf"^(\S*(?:final|exact|quantized|ttt)\S*)(?: [a-z_]+:\S+)*? (val_loss(?:_partial)?): ?({NUMBER})"
     rf"(?: val_bpb: ?({NUMBER}))?(?=\s|$)", re.M)
@@ -99,7 +98,6 @@ SETTINGS_LINE = re.compile(
 SECONDS = re.compile(
     r"^(?!.*(?:diagnostic|pre-quantization))"
     r".*?\b(?:eval_time: ?(\d+)ms|total_time[=:] ?(\d+(?:\.\d+)?)s)", re.M)
-PROTOCOL = re.compile(r"^final_(\w+) (val_loss_\1:\S+(?: val_bpb_\1:\S+)?) eval_time:", re.M)
 RESUMED = re.compile(r"(?m)^resume: from step (\d+) at train_time:(\d+)ms")
 SUMMARY = re.compile(r"^ +(\w+)  (\S.*)$", re.M)
 WHOLE_END = re.compile(r"(?:ms|\.\d{8}|MiB|bytes)\s*$")         # of a last line without a line end
@@ -149,7 +147,6 @@ class Run:
     kind: str = ""                  # of score_kind(): which of its final scores counts; "": the last
     source: str | None = None       # the script that it begins with
     finals: list = dataclasses.field(default_factory=list)      # [(tag, val_loss, val_bpb or None)]
-    protocols: dict = dataclasses.field(default_factory=dict)   # {"sliding": [what its lines say], ...}
     # of Points; part: a part of val, scored during training
     curves: dict = dataclasses.field(default_factory=lambda: {"train": [], "val": [], "part": []})
     facts: dict = dataclasses.field(default_factory=dict)       # of NUMBERS and WORDS
@@ -377,11 +374,6 @@ def read_curves(run: Run, body: str) -> None:
     for ms, seconds in dict.fromkeys(SECONDS.findall(body, at)):
         run.after.append((bool(seconds), float(seconds) if seconds else float(ms) / 1000))
     run.sizes = {int(value) for value in re.findall(r"(\d{4,})(?= bytes|/16000000)", body)}
-    if not run.steps:
-        for step, kind, loss in LLMC.findall(body):
-            run.steps = int(step)
-            run.facts["stopped_at"] = float(step)
-            run.curves["val" if kind == "tel" else "train"].append(Point(run.steps, 0.0, float(loss), None))
 
 
 def part_of_val(run: Run, losses: dict[int, float]) -> list[Point]:
@@ -455,8 +447,6 @@ def read_run(path: Path, source: str | None, head: str, body: str) -> Run:
     for tag, name, loss, bpb in FINAL.findall(rest):
         run.partial |= name == "val_loss_partial"
         run.finals.append((tag, float(loss), float(bpb) if bpb else None))
-    for protocol, scores in PROTOCOL.findall(rest):
-        run.protocols.setdefault(protocol, []).append(scores)
     run.config = dict(re.findall(r"^config (\w+)=(.*)$", rest, re.M))
     run.digests = dict(re.findall(r"^sha256 (\S+):([0-9a-f]{64})$", rest, re.M))
     if settings := re.search(r"^eval settings: (.+)$", rest, re.M):

@@ -27,7 +27,6 @@ from records.verify.folders import (
     sha256, shared_config, summary_of, track_of)
 
 ARTIFACT_LIMIT = 2_000_000      # bytes; a larger one stays out of the folder, its sha256 does not
-PROTOCOLS = ("sliding",)        # golf's further score
 # What reading damaged files may raise
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
 # Constants of a run that are not repeated when its model is probed or scored again
@@ -248,11 +247,6 @@ def environment_of(result: dict[str, Any]) -> dict[str, str]:
     return {name.upper(): value for name, value in result["config"].items() if name not in OF_ONE_RUN}
 
 
-def protocols_of(result: dict[str, Any]) -> list[str]:
-    """Those of PROTOCOLS that the run was scored by."""
-    return [name for name in PROTOCOLS if f"val_loss_{name}" in result]
-
-
 def scored_part(result: dict[str, Any]) -> dict[str, float]:
     """Scores of the artifact, or of the weights where none was packed."""
     return result.get("artifact") or result["trained"]
@@ -373,7 +367,6 @@ def check_eval_settings(log: str, told: dict[str, str], config: dict[str, str]) 
 def check_results(folder: Folder, options: argparse.Namespace) -> str:
     for ours in our_runs(folder):
         check_final_scores(ours)
-        check_protocol_scores(ours)
         check_last_validation(ours)
         check_summary(ours)
         size = ours.result["bytes_model"] + len(folder.script)
@@ -406,23 +399,6 @@ def check_final_scores(ours: OurRun) -> None:
         centered = [task["centered"] for task in result.get("core_tasks", {}).values()]
         require(centered and abs(sum(centered) / len(centered) - result["core"]) < 1e-9,
                 f"{name}: core {result['core']} is not the mean of its tasks")
-
-
-def check_protocol_scores(ours: OurRun) -> None:
-    """Golf's further scores, a line each."""
-    run, log, result, name = ours
-    for protocol in protocols_of(result):
-        line = f"final_{protocol}"
-        said = {*run.protocols.get(protocol, ["nothing"])}
-        loss = result[f"val_loss_{protocol}"]
-        bpb = result[f"val_bpb_{protocol}"]
-        require(protocol in run.protocols and len(said) == 1, f"{log}: {line} says {'; '.join(sorted(said))}")
-        expected = f"val_loss_{protocol}:{loss:.8f}"
-        if bpb is not None:
-            expected += f" val_bpb_{protocol}:{bpb:.8f}"
-            ratio = (bpb / loss) / (result["val_bpb"] / result["val_loss"])
-            require(abs(ratio - 1) < 1e-6, f"{name}: val_bpb_{protocol} and val_loss_{protocol} disagree")
-        same(name, protocol, expected, f"{log}, {line}", said.pop())
 
 
 def check_last_validation(ours: OurRun) -> None:
@@ -661,13 +637,9 @@ def rerun_one(folder: Folder, artifact: Path, owner: OurRun, options: argparse.N
     want = scored_part(result)
     require(files, f"data/datasets/{result['data']['name']} is not here, so nothing can be evaluated")
     again = rerun(folder, artifact, result, options)
-    wanted = {"val_loss": want["val_loss"], "val_bpb": want["val_bpb"]}
-    for protocol in protocols_of(result):
-        for key in (f"val_loss_{protocol}", f"val_bpb_{protocol}"):
-            wanted[key] = result[key]
-    for key, value in wanted.items():
-        limit = tolerance_of(result)
-        close = again[key] == value or abs(again[key] - value) < limit
+    for key in ("val_loss", "val_bpb"):
+        value = want[key]
+        close = again[key] == value or abs(again[key] - value) < tolerance_of(result)
         require(close, f"{artifact.name}: {key} is {again[key]} evaluated again, in {name} {value}")
     return f"val_loss {again['val_loss']:.8f}, in {name} {want['val_loss']:.8f}"
 
