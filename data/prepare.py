@@ -51,7 +51,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -137,7 +137,7 @@ def progress_of(label: str, total: int) -> tqdm:
 # it and the line ends after it
 MARKS = (b"<|endoftext|>", b"<|end_of_text|>", b"</s>", b"<eos>", b"<|eos|>", b"<EOS>", b"[EOS]")
 MARK = re.compile(
-    rb"(?:[ \t]*(?<![\"'`])<\|end(?:of|_of_)text\|>(?![\"'`])"
+    rb"(?:[ \t]{0,64}(?<![\"'`])<\|end(?:of|_of_)text\|>(?![\"'`])"
     rb"|^[ \t]*(?:</s>|<eos>|<\|eos\|>|<EOS>|\[EOS\])(?=[ \t]*(?:\r?\n|\Z)))"
     rb"[ \t]*(?:\r?\n(?:[ \t]*\r?\n)*)?", re.M)
 LONGEST_MARK = 64  # bytes, with blanks around it
@@ -328,8 +328,11 @@ def read_python(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[st
 def read_parquet(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str | None]:
     """The column `text`, a few rows at a time."""
     path = file.path
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise DataError("package pyarrow is missing: pip install -r requirements.txt") from None
     try:
         table = pq.ParquetFile(raw, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
         kinds = {field.name: field.type for field in table.schema_arrow}
@@ -352,13 +355,11 @@ NO_ROWS = ("text", "python", "binary")  # kinds whose texts are not split at mar
 Cuts = dict[int, list[tuple[int, int]]]
 
 
-def documents(files: list[Input], counts: Counter[str], cuts: Cuts | None = None) -> Iterator[str]:
-    """The text of every document in `files`, empty ones left out, and of some that the cuts name only parts.
+def documents(file: Input, counts: Counter[str], cuts: Cuts | None = None) -> Iterator[str]:
+    """The text of every document in a file, empty ones left out, and of some that the cuts name only parts.
     `counts`, a Counter, collects `binary` (files skipped), `empty` (rows and files without text),
     `surrogates` (lone ones replaced) and `marks` (of a document's end)."""
-    index = -1
-    for text in whole_documents(files, counts):
-        index += 1
+    for index, text in enumerate(whole_documents(file, counts)):
         if cuts and index in cuts:
             raw = text.encode()
             yield from [raw[start:stop].decode() for start, stop in cuts[index]]
@@ -366,22 +367,21 @@ def documents(files: list[Input], counts: Counter[str], cuts: Cuts | None = None
             yield text
 
 
-def whole_documents(files: list[Input], counts: Counter[str]) -> Iterator[str]:
+def whole_documents(file: Input, counts: Counter[str]) -> Iterator[str]:
     """documents() without cuts."""
-    for file in files:
-        with inputs.open_binary(file.path) as raw:
-            try:
-                for text in READERS[file.kind](raw, file, counts):
-                    if text and file.marks and file.kind not in NO_ROWS:
-                        yield from split_at_marks(text, counts)
-                    elif text:
-                        yield text
-                    elif file.kind != "python":
-                        counts["empty"] += 1
-            except inputs.DAMAGED:
-                raise DataError(f"{file.path}: the compressed data is damaged") from None
-            except UnicodeDecodeError as error:
-                raise DataError(f"{file.path} is not whole {error.encoding.upper()}") from None
+    with inputs.open_binary(file.path) as raw:
+        try:
+            for text in READERS[file.kind](raw, file, counts):
+                if text and file.marks and file.kind not in NO_ROWS:
+                    yield from split_at_marks(text, counts)
+                elif text:
+                    yield text
+                elif file.kind != "python":
+                    counts["empty"] += 1
+        except inputs.DAMAGED:
+            raise DataError(f"{file.path}: the compressed data is damaged") from None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file.path} is not whole {error.encoding.upper()}") from None
 
 
 # --- what the input files are --------------------------------------------------------------------------
@@ -454,7 +454,9 @@ def is_json_text(file: Input) -> bool:
     """Does a .json file hold texts, and nothing else?"""
     with (inputs.open_binary(file.path) as raw,
           contextlib.suppress(DataError, UnicodeDecodeError, *inputs.DAMAGED)):
-        return all(True for _ in read_json(raw, file, Counter()))
+        for _ in read_json(raw, file, Counter()):
+            pass
+        return True
     return False
 
 
@@ -561,8 +563,6 @@ def find_files(paths: Sequence[Path | str], reading: Reading = Reading()) -> lis
     files = []
     for path in sorted(distinct(paths), key=lambda path: not path.is_dir()):
         files += find_in_folder(path, reading) if path.is_dir() else [find_file(path, reading)]
-    if any(file.kind == "parquet" for file in files):
-        need_pyarrow()
     return files
 
 
@@ -600,13 +600,6 @@ def once(files: list[Input], taken: Sequence[Input] = ()) -> list[Input]:
             alike.append((file, False))
             kept.append(file)
     return kept
-
-
-def need_pyarrow() -> None:
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError:
-        raise DataError("package pyarrow is missing: pip install -r requirements.txt") from None
 
 
 def embedded_files(packages: Sequence[str] = PACKAGES) -> tuple[list[Input], list[str]]:
@@ -654,20 +647,15 @@ def text_fingerprint(val_hashes: np.ndarray, train_hashes: np.ndarray) -> str:
                           + b"train" + train_hashes.astype("<u8").tobytes()).hexdigest()
 
 
-def hash_documents(files: list[Input], counts: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Hash (uint64) and UTF-8 bytes (int64) of every document in reading order."""
+def hash_documents(file: Input) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
+    """Hash (uint64) and UTF-8 bytes (int64) of every document of a file in reading order, and its counts."""
+    counts: Counter[str] = Counter()
     hashes = array("Q")
     sizes = array("q")
-    for text in documents(files, counts):
+    for text in documents(file, counts):
         hashes.append(document_hash(text))
         sizes.append(len(text.encode()))
-    return np.array(hashes, np.uint64), np.array(sizes, np.int64)
-
-
-def hash_file(file: Input) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
-    """What hash_documents gives of a file, and its counts."""
-    counts = Counter()
-    return *hash_documents([file], counts), counts
+    return np.array(hashes, np.uint64), np.array(sizes, np.int64), counts
 
 
 def warn_of_val(sizes: np.ndarray) -> None:
@@ -725,7 +713,7 @@ def batches_of(file: Input, cuts: Cuts, hashes: np.ndarray, wanted: np.ndarray,
     texts: list[str] = []
     read = total = 0
     changed = DataError("the input changed while it was being read")
-    for index, text in enumerate(documents([file], Counter(), cuts)):
+    for index, text in enumerate(documents(file, Counter(), cuts)):
         if index >= len(hashes) or is_wanted[index] and document_hash(text) != hashes[index]:
             raise changed
         if not is_wanted[index]:
@@ -809,7 +797,8 @@ class Corpus:
         """Hashes and sizes of all documents. DataError if there are none."""
         found = []
         self.counts.clear()
-        for hashes, sizes, counts in self.map_files(hash_file, [(file,) for file in self.files], "reading"):
+        jobs = [(file,) for file in self.files]
+        for hashes, sizes, counts in self.map_files(hash_documents, jobs, "reading"):
             found.append((hashes, sizes))
             self.counts += counts
         self.join(found)
@@ -1381,48 +1370,50 @@ def source_names(paths: Sequence[str]) -> list[str]:
                    for path in distinct(paths)])
 
 
-def check_request(args: argparse.Namespace) -> None:
-    """DataError for what can be refused before anything is read."""
-    request = Request(args.name or "embedded", [], [], args.vocab_size,
-                      VAL_BYTES if args.val_bytes is None else args.val_bytes)
-    places = layout(request, args.out)
-    if args.force or not places.folder.exists():
-        check_places(places)
-
-
 def make_request(args: argparse.Namespace) -> Request:
     """The Request of a command line."""
     if args.encoding and args.text is None:
         raise DataError("--encoding goes with --text")
-    if args.keep_marks and args.text is None and args.parquet is None:
-        raise DataError("--keep-marks goes with --text or --parquet")
-    if args.parquet is not None:
-        return parquet_request(args)
-    if args.text is None:
-        if args.val is not None:
-            raise DataError("--val goes with --text or --parquet")
-        files, source = embedded_files()
-        lines = inputs.read_text(REQUIREMENTS).splitlines() if REQUIREMENTS.exists() else []
-        pins = [line.strip() for line in lines if line.split("==")[0] in PACKAGES]
-        if set(pins) != set(source):
-            print(f"installed {' '.join(source)} but requirements.txt pins {' '.join(pins) or 'none'}: "
-                  "the records were made with other text")
-        val_bytes = VAL_BYTES if args.val_bytes is None else args.val_bytes
-        return Request(args.name or "embedded", source, files, args.vocab_size, val_bytes, frozen=True)
+    if args.text is None and args.parquet is None:
+        if args.val is not None or args.keep_marks:
+            raise DataError("--val and --keep-marks go with --text or --parquet")
+        return embedded_request(args)
     if args.name is None:
-        raise DataError("--text needs --name")
-    if args.val is not None and args.val_bytes is not None:
+        raise DataError("--text and --parquet need --name")
+    if args.parquet is None and args.val is not None and args.val_bytes is not None:
         raise DataError("--val and --val-bytes go together with --parquet only")
-    reading = Reading(known_encoding(args.encoding), not args.keep_marks)
-    val_files = None if args.val is None else once(find_files([args.val], reading))
-    found = find_files(args.text, reading)
+    paths = args.text or args.parquet
+    find = partial(find_parquet, marks=not args.keep_marks)
+    val_bytes = PARQUET_VAL_BYTES
+    if args.text is not None:
+        find = partial(find_files, reading=Reading(known_encoding(args.encoding), not args.keep_marks))
+        val_bytes = VAL_BYTES
+    found = find(paths)
     # a file that is text by one name and rows by another one is read as rows
-    files = once(sorted(found, key=lambda file: file.kind == "text"), val_files or ())
-    if found and not files:
-        raise DataError("all of the text is val's as well, which would leave nothing for train")
-    return Request(args.name, source_names(args.text), files, args.vocab_size,
-                   VAL_BYTES if args.val_bytes is None else args.val_bytes, val_files,
-                   repeated=len(args.text) - len(distinct(args.text)) + len(found) - len(files))
+    files = once(sorted(found, key=lambda file: file.kind == "text"))
+    repeated = len(paths) - len(distinct(paths)) + len(found) - len(files)
+    val_files = once(find([args.val])) if args.val is not None else []
+    if args.parquet is not None and args.val is None:
+        val_files = [files.pop()]
+    others = once(files, val_files)
+    if found and not others:
+        raise DataError("all of the text is val's as well, which would leave nothing for train: give more, "
+                        "or files with --text, of whose documents a tenth is val")
+    return Request(args.name, source_names(paths), others, args.vocab_size,
+                   val_bytes if args.val_bytes is None else args.val_bytes, val_files or None,
+                   repeated + len(files) - len(others), keeps_order=args.parquet is not None)
+
+
+def embedded_request(args: argparse.Namespace) -> Request:
+    """The Request of the embedded corpus."""
+    files, source = embedded_files()
+    lines = inputs.read_text(REQUIREMENTS).splitlines() if REQUIREMENTS.exists() else []
+    pins = [line.strip() for line in lines if line.split("==")[0] in PACKAGES]
+    if set(pins) != set(source):
+        print(f"installed {' '.join(source)} but requirements.txt pins {' '.join(pins) or 'none'}: "
+              "the records were made with other text")
+    val_bytes = VAL_BYTES if args.val_bytes is None else args.val_bytes
+    return Request(args.name or "embedded", source, files, args.vocab_size, val_bytes, frozen=True)
 
 
 def known_encoding(name: str) -> str:
@@ -1433,26 +1424,6 @@ def known_encoding(name: str) -> str:
     except (LookupError, ValueError):
         raise DataError(f"--encoding {name!r} is not known; among others latin-1, cp1252, cp1251, gb18030, "
                         "shift_jis are") from None
-
-
-def parquet_request(args: argparse.Namespace) -> Request:
-    """The Request of a command line with --parquet; without --val the last file is val."""
-    if args.name is None:
-        raise DataError("--parquet needs --name")
-    need_pyarrow()
-    found = find_parquet(args.parquet, not args.keep_marks)
-    files = once(found)
-    val_files = files[-1:] if args.val is None else once(find_parquet([args.val], not args.keep_marks))
-    repeated = len(args.parquet) - len(distinct(args.parquet)) + len(found) - len(files)
-    if args.val is not None:
-        repeated += len(files) - len(once(files, val_files))
-    files = once(files, val_files)
-    if not files:
-        raise DataError("the only parquet file is val, which leaves none for train: give more files, or the "
-                        "one with --text, which makes a tenth of its documents val")
-    return Request(args.name, source_names(args.parquet), files, args.vocab_size,
-                   PARQUET_VAL_BYTES if args.val_bytes is None else args.val_bytes, val_files, repeated,
-                   keeps_order=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1485,9 +1456,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     inputs.print_any_name()
     try:
-        if args.processes < 0:
-            raise DataError(f"--processes {args.processes} is negative")
-        check_request(args)
         build(make_request(args), args.out, args.force, processes=args.processes)
         return 0
     except DataError as error:

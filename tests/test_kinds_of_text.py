@@ -106,7 +106,7 @@ NO_MARKS = ['EOT = "<|endoftext|>"', "the token `<|endoftext|>` ends", "'<|end_o
 def test_what_is_no_mark(text):
     """In quotes, or `</s>` in a line with something else, as in HTML."""
     raw = f"before\n{text}\nafter".encode()
-    assert prepare.find_mark(raw, 0, len(raw)) is None
+    assert prepare.MARK.search(raw) is None
     counts = Counter()
     assert list(prepare.split_at_marks(raw.decode(), counts)) == [raw.decode()] and not counts
 
@@ -116,14 +116,14 @@ def test_a_story_is_cut_only_where_it_is_long(tmp_path):
     for size in (*range(16_370, 16_400), *range(32_690, 32_800, 3), 1 << 20, (1 << 20) + 7):
         first = "x" * (size - 1) + "\n"
         path = written(tmp_path / "x.txt", first + "<|endoftext|>\n\nsecond\n<|endoftext|>\n" + "third\n" * 9)
-        texts = list(prepare.documents(prepare.find_files([path]), Counter()))
+        texts = list(prepare.documents(prepare.find_files([path])[0], Counter()))
         assert texts[-2:] == ["second\n", "third\n" * 9] and "".join(texts[:-2]) == first
         assert len(texts) == 3 or size > 32_768
     path = written(tmp_path / "x.txt", "<|endoftext|>\n" * 5 + "a\n" + "<|endoftext|>\n" * 80_000 + "b \xff")
-    assert list(prepare.documents(prepare.find_files([path]), Counter())) == ["a\n", "b \xff"]
+    assert list(prepare.documents(prepare.find_files([path])[0], Counter())) == ["a\n", "b \xff"]
     path.write_bytes(b"a\n<|endoftext|>\n\n</s>\nb \xff")
     with pytest.raises(prepare.DataError, match="line 5 is not UTF-8"):
-        list(prepare.documents(prepare.find_files([path]), Counter()))
+        list(prepare.documents(prepare.find_files([path])[0], Counter()))
 
 
 # --- other encodings ---------------------------------------------------------------------------------------

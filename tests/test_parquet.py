@@ -132,7 +132,7 @@ def test_rows_are_read_in_batches(tmp_path, monkeypatch):
     path = write_parquet(tmp_path / "a.parquet", ["x" * 1000 + str(i) for i in range(8000)], rows=10_000)
     monkeypatch.setattr(prepare, "PARQUET_ROWS", 10)
     tracemalloc.start()
-    count = sum(1 for _ in prepare.documents([prepare.Input(path, "parquet")], Counter()))
+    count = sum(1 for _ in prepare.documents(prepare.Input(path, "parquet"), Counter()))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 8000 and peak < 1_500_000
@@ -226,8 +226,7 @@ def test_refused_requests(folder, command, tmp_path, monkeypatch):
     out = tmp_path / "out"
     path = write_jsonl(tmp_path / "t.jsonl", make_texts(9))
     assert "--name" in run("--parquet", folder, "--out", out, expect=2)
-    for words, *options in [("too little", "--val-bytes", 3), ("largest possible", "--vocab-size", 60000),
-                            ("negative", "--processes", -1)]:
+    for words, *options in [("too little", "--val-bytes", 3), ("largest possible", "--vocab-size", 60000)]:
         assert words in run(*command, "--out", out, *options, expect=2)
     assert "--parquet only" in run("--text", path, "--val", path, "--val-bytes", 9, "--name", "toy", expect=2)
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -220,7 +220,8 @@ def test_shards_begin_with_a_document_unless_it_is_longer_than_a_shard(tmp_path)
 # --- readers ---------------------------------------------------------------------------------------------
 
 def read(path, counts=None):
-    return list(prepare.documents(prepare.find_files([path]), Counter() if counts is None else counts))
+    counts = Counter() if counts is None else counts
+    return [text for file in prepare.find_files([path]) for text in prepare.documents(file, counts)]
 
 
 @pytest.mark.parametrize("suffix, opener", [("", open), (".gz", gzip.open), (".xz", lzma.open)])
@@ -383,7 +384,7 @@ def made_up(tmp_path, monkeypatch):
 
 def test_embedded_files(made_up):
     files, source = prepare.embedded_files(["madeup"])
-    found = list(prepare.documents(files, Counter()))
+    found = [text for file in files for text in prepare.documents(file, Counter())]
     assert source == ["madeup==1.5"] and found == ["# About a.\nx = 1\n", "kept = 1\n", "s = 1\n", "s = 1\n"]
     with pytest.raises(prepare.DataError, match="nowhere-to-be-found"):
         prepare.embedded_files(["nowhere-to-be-found"])
