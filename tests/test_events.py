@@ -31,7 +31,7 @@ LINES = {       # kind: (its line of train.log, what that says by the event)
     "result": (r" +tok_per_s  (\d+)", "{tok_per_s}"),
     "end": (r"(the disk is full: .*)", "{why}")}
 # What of a Run only checks of records ask for
-OF_THE_TEXT = {"source", "digests", "eval", "summary", "scores", "sizes", "after", "facts",
+OF_THE_TEXT = {"source", "body", "digests", "eval", "summary", "scores", "sizes", "after", "facts",
                "curves"}
 
 

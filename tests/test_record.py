@@ -944,10 +944,9 @@ def test_calibration_is_that_of_the_log(monkeypatch):
 @pytest.mark.parametrize("resumed, fits", [(False, True), (True, False)])
 def test_seconds_of_evaluation_are_those_of_the_last_process(resumed, fits, monkeypatch, tmp_path):
     """11 s of it after 600 s of training, or 601 s after 10 s, which followed 590 s of another process."""
-    log = tmp_path / "train.log"
-    log.write_text("resume: from step 3 at train_time:590000ms\n" * resumed)
+    body = "resume: from step 3 at train_time:590000ms\n" * resumed
     result = dict(process_ms=611_000, setup_ms=0, compile_ms=0, train_time_ms=600_000)
-    ours_of(monkeypatch, result, path=log)
+    ours_of(monkeypatch, result, body=body)
     folder = SimpleNamespace(track=folders.RULES[folders.NEWEST].tracks["golf"])
     if fits:
         assert "takes less than 600 s" in checks.check_eval_time(folder, None)
@@ -1023,17 +1022,15 @@ def test_final_scores_of_baseline_logs(monkeypatch, tmp_path):
     ours_of(monkeypatch, {})
     monkeypatch.setattr(evidence, "our_runs", lambda _: [])
     monkeypatch.setattr(evidence, "check_lines", lambda *_: [((0, 0), [])])
-    log = tmp_path / "baseline.log"
-    log.write_text("final_model_exact val_loss:3.00000000\n")
     base = SimpleNamespace(
-        file="baseline.log", path=log, config={}, steps=1, value=lambda _: 3.0,
-        finals=[("final_model_exact", 3.0, None)], curves={"val": [Point(1, 1.0, 3.0, None)]})
+        file="baseline.log", body="final_model_exact val_loss:3.00000000\n", config={}, steps=1,
+        value=lambda _: 3.0, finals=[("final_model_exact", 3.0, None)], curves={"val": [Point(1, 1.0, 3.0, None)]})
     folder = SimpleNamespace(baseline=[base])
     evidence.check_steps(folder, None)
     base.finals = [("final_model_exact", 3.06, None)]
     with pytest.raises(checks.Broken, match="is not the score of its last validation"):
         evidence.check_steps(folder, None)
-    log.write_text("final_model_exact val_loss:3.00000000\nfinal_model_exact val_loss:3.06000000\n")
+    base.body += "final_model_exact val_loss:3.06000000\n"
     with pytest.raises(checks.Broken, match="says both"):
         evidence.check_steps(folder, None)
 

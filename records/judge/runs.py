@@ -73,7 +73,8 @@ RULER = "=" * 100               # stands before and after the versions and the h
 MAX_LOG = 64 << 20              # bytes of one log
 MAX_LOGS = 3000                 # logs in one call
 DATE = re.compile(r"(20\d\d)-?(\d\d)-?(\d\d)")     # how the folder of a record begins
-HEAD_LINE = re.compile(r"(?i)\n(?:running |python \d|nvidia-smi|torch)")
+# Begins what a log says of versions and hardware, which another ruler ends
+HEADER = re.compile(rf"^{RULER}\n(?=(?i:running |python \d|nvidia-smi|torch))", re.M)
 NUMBER = r"(?:\d+(?:\.\d+)?|nan|inf)(?=[\s,;]|$)"       # else it may be a part of a damaged one
 STEP = re.compile(              # step, steps, kind of loss, loss, val_bpb, time, its unit, tok/s, mean loss
     rf"^(?:step:)?(\d+)/(\d+) (?=\w+(?:_loss|_partial|_time):)"
@@ -146,6 +147,7 @@ class Run:
     label: str = ""                 # how it is called, if not by its file's name
     kind: str = ""                  # of score_kind(): which of its final scores counts; "": the last
     source: str | None = None       # the script that it begins with
+    body: str = ""                  # its lines, without script and versions
     finals: list = dataclasses.field(default_factory=list)      # [(tag, val_loss, val_bpb or None)]
     # of Points; part: a part of val, scored during training
     curves: dict = dataclasses.field(default_factory=lambda: {"train": [], "val": [], "part": []})
@@ -227,26 +229,14 @@ def score_kind(tag: str) -> str:
     return next((kind for kind in ("ttt", "sliding") if kind in tag), "plain")
 
 
-def split_log(text: str) -> tuple[str, str, str]:
-    """(source or None, versions and hardware, lines of the run) of a log's text."""
-    at = -1
-    while (at := text.find(RULER + "\n", at + 1)) >= 0:
-        begins_a_line = at == 0 or text[at - 1] == "\n"
-        if begins_a_line and HEAD_LINE.match(text, at + len(RULER)):
-            settings = ""
-            source = text[:at].removesuffix("\n")
-            if found := SETTINGS.match(source):
-                settings = found[0]
-                source = source[found.end():]
-            head, ruler, body = text[at + len(RULER) + 1:].partition(RULER)
-            is_script = re.search(r"^(?:import|from) \w", source, re.M)     # else a list of settings
-            if not is_script:
-                settings += source
-                source = None
-            return source, f"{settings}\n{head}", body if ruler else head
-    if re.match(r"\s*(?:#!|import \w|from \w+ import|'''|\"\"\"|def |class )", text):
-        return split_at_ruler(text)
-    return None, text[:20_000], text
+def script_of(text: str) -> tuple[str | None, str]:
+    """(script or None, settings) of what stands before the versions of a log."""
+    found = SETTINGS.match(text)
+    settings = found[0] if found else ""
+    script = text.removeprefix(settings).removesuffix("\n")
+    if re.search(r"^(?:import|from) \w", script, re.M):
+        return script, settings
+    return None, settings + script      # a list of settings
 
 
 def split_at_ruler(text: str) -> tuple[str, str, str]:
@@ -311,39 +301,41 @@ def log_text(path: Path) -> str:
     return text
 
 
-def second_run(body: str) -> int:
-    """Where another run begins in the lines of a run, or -1."""
-    at = body.find("\n" + RULER + "\n")
-    while at >= 0 and not HEAD_LINE.match(body, at + 1 + len(RULER)):
-        at = body.find("\n" + RULER + "\n", at + 1)
-    return at
-
-
-def parts_of(text: str) -> list[tuple[str, str, str]]:
-    """[(source, head, lines)] of each run in a log: where another header begins, or the steps begin again."""
-    parts = []
-    source, head, body = split_log(text)
-    while (at := second_run(body)) >= 0:
-        lines = body[:at]
-        _, next_head, next_body = split_log(body[at + 1:])
-        first_lines = "\n" + "\n".join((source or RULER).split("\n")[:3])
-        at = lines.rfind(first_lines)       # where the script of the next run begins, if it begins alike
-        parts.append((source, head, lines[:at] if at >= 0 else lines))
-        source = lines[at + 1:] if at >= 0 else None
-        head = next_head
-        body = next_body
-    parts.append((source, head, body))
+def parts_of(text: str) -> list[tuple[str | None, str, str]]:
+    """[(script or None, versions and hardware, lines)] of each run of a log's text, one for each header."""
+    header = HEADER.search(text)
+    if not header:
+        begins_with_script = re.match(r"\s*(?:#!|import \w|from \w+ import|'''|\"\"\"|def |class )", text)
+        return [split_at_ruler(text) if begins_with_script else (None, text[:20_000], text)]
     found = []
-    for source, head, body in parts:
-        first = STEP.search(body)
-        cuts = []
-        for before, line in itertools.pairwise(STEP.finditer(body)):
-            if line[1] == first[1] and int(line[1]) < int(before[1]):
-                ends = [before, *FINAL.finditer(body, before.end(), line.start())]
-                cuts.append(body.index("\n", ends[-1].end()) + 1)
-        for start, end in itertools.pairwise([0, *cuts, len(body)]):
-            found.append((source, head, body[start:end] if cuts else body))
+    source, settings = script_of(text[:header.start()])
+    while header:
+        end = text.find(RULER, header.end())
+        head = text[header.end():end if end >= 0 else None]
+        start = end + len(RULER) if end >= 0 else header.end()
+        following = HEADER.search(text, start)
+        body = text[start:following.start() if following else None]
+        next_source = None
+        if following:       # its script begins as the one before does
+            body, line_end, rest = body.rpartition("\n" + "\n".join((source or RULER).split("\n")[:3]))
+            next_source = line_end[1:] + rest if line_end else None
+            body = body or rest
+        found.append((source, f"{settings}\n{head}", body))
+        source = next_source and next_source.removesuffix("\n")
+        settings = ""
+        header = following
     return found
+
+
+def cut_where_steps_begin_again(body: str) -> list[str]:
+    """The lines of a run, or of each of several that one log holds without further headers."""
+    first = STEP.search(body)
+    cuts = [0]
+    for before, line in itertools.pairwise(STEP.finditer(body)):
+        if line[1] == first[1] and int(line[1]) < int(before[1]):
+            ends = [before, *FINAL.finditer(body, before.end(), line.start())]
+            cuts.append(body.index("\n", ends[-1].end()) + 1)
+    return [body[start:end] for start, end in itertools.pairwise([*cuts, len(body)])] if cuts[1:] else [body]
 
 
 def read_curves(run: Run, body: str) -> None:
@@ -415,13 +407,10 @@ def read_settings(run: Run, head: str, body: str) -> None:
         run.settings |= dict(pair.split(":") for pair in line.split())
 
 
-def read_log(path: Path) -> Run:
-    """The one run of a log. Raises Refused for what is no text or holds more than one."""
-    return only(read_logs(path))
-
-
-def only(found: list[Run]) -> Run:
-    """The one run of those that a log holds. Raises Refused if there are more."""
+def read_log(path: Path, read: Callable[[Path], list[Run]] | None = None) -> Run:
+    """The one run of a log, by its text or as `read` does. Raises Refused for what is no text or holds more
+    than one."""
+    found = (read or read_logs)(path)
     demand(len(found) == 1, f"{found[0].path.name} holds more than one run")
     return found[0]
 
@@ -429,7 +418,8 @@ def only(found: list[Run]) -> Run:
 def read_logs(path: Path) -> list[Run]:
     """The runs of a log of this project or of another one, as Runs. Raises Refused for what is no text."""
     path = Path(path)
-    found = [read_run(path, *part) for part in parts_of(log_text(path))]
+    found = [read_run(path, source, head, lines) for source, head, body in parts_of(log_text(path))
+             for lines in cut_where_steps_begin_again(body)]
     found = [run for run in found if run.curves["val"] or run.finals] or found[:1]
     if len(found) > 1:
         for number, run in enumerate(found, 1):
@@ -439,7 +429,7 @@ def read_logs(path: Path) -> list[Run]:
 
 def read_run(path: Path, source: str | None, head: str, body: str) -> Run:
     """One part of a log -> Run."""
-    run = Run(path, source=source)
+    run = Run(path, source=source, body=body)
     read_curves(run, body)
     rest = re.sub(r"^step:\d.*\n", "", body, flags=re.M)        # most lines of a log are steps
     read_facts(run, head, rest)
@@ -709,7 +699,7 @@ def why_not_another(run: Run, earlier: list[Run]) -> str:
 
 def name_of(run: Run) -> str:
     """How a sentence calls a run: by its folder where all logs have one name."""
-    return f"{run.path.parent.name}/{run.file}" if run.file == "train.log" else run.file
+    return run.path.resolve().parent.name if run.file == "train.log" else run.file
 
 
 def demand_samples(runs: list[Run]) -> None:

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from records.judge.runs import Run, demand, score_kind
+from records.judge.runs import Run, demand, name_of, score_kind
 
 # Names of what is compared. Where tokenizers differ, val_bpb still compares by the text alone
 TEXT = ("text", "val bytes", "kind of score", "scored weights")
@@ -82,15 +82,9 @@ def facts_of(run: Run, metric: str) -> dict[str, Any]:
             "kind of score": score_kind(final[0]) if final else "plain", "scored weights": weights}
 
 
-def name_in_list(run: Run) -> str:
-    """How a list of runs calls one: by its folder where all logs have one name."""
-    ours = run.path.name.startswith("train") and run.path.suffix == ".log"
-    return (run.path.resolve().parent.name if ours else "") or run.file
-
-
 def listed(runs: Iterable[Run]) -> str:
     """The names of runs, each once, three at most."""
-    names = [*dict.fromkeys([name_in_list(run) for run in runs])]
+    names = [*dict.fromkeys([name_of(run) for run in runs])]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

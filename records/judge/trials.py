@@ -15,7 +15,7 @@ from typing import Any
 
 from records.judge.runs import (
     Run, demand, demand_no_dead_link, demand_samples, demand_seed, describe, equal_point, identity,
-    judge, judge_lines, load_runs, name_of, only, pick_metric, read_runs, same_losses, show, stats_line,
+    judge, judge_lines, load_runs, name_of, pick_metric, read_log, read_runs, same_losses, show, stats_line,
     test_line, test_target, test_welch, why_not_another)
 from records.judge.scores import comparable_curves, demand_comparable, name_of_metric
 from records.show.curves import draw
@@ -41,7 +41,7 @@ def run_once(label: str, command: str, run_id: str, seed: int) -> Run:
     demand(done.returncode == 0, f"{label}: the command ended with {done.returncode}: {said}")
     log = Path("logs", run_id, "train.log")
     demand(log.exists(), f"{label}: the command left no {log}; it must heed SEED and RUN_ID")
-    run = only(read_runs(log))
+    run = read_log(log, read_runs)
     demand_seed(run, seed, label)
     return run
 

@@ -26,7 +26,7 @@ import numpy as np
 from data import inputs
 from records.judge import sequential
 from records.judge.runs import (
-    Refused, Run, WrongSeed, demand, demand_seed, make_folder, only, read_runs, remove_folder,
+    Refused, Run, WrongSeed, demand, demand_seed, make_folder, read_log, read_runs, remove_folder,
     why_not_another)
 from records.judge.scores import demand_comparable
 from records.judge.sequential import Noise
@@ -92,7 +92,7 @@ def finished(name: str) -> Run | None:
     log = Path("logs", name, "train.log")
     if not Path("logs", name, "result.json").exists() or not log.exists():
         return None
-    run = only(read_runs(log))
+    run = read_log(log, read_runs)
     return run if run.finished else None
 
 

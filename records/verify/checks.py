@@ -19,7 +19,7 @@ import numpy as np
 
 from data import inputs
 from records.judge.runs import (
-    RESUMED, Refused, Run, describe, log_text, same_losses, split_log, test_line, test_welch)
+    RESUMED, Refused, Run, describe, same_losses, test_line, test_welch)
 from records.judge.scores import differences
 from records.verify import leak_probe, scripts, source
 from records.verify.folders import (
@@ -156,7 +156,7 @@ def check_eval_time(folder: Folder, options: argparse.Namespace) -> str | None:
     if not cap:
         return None
     for run, _, result, name in our_runs(folder):
-        resumed = RESUMED.findall(split_log(log_text(run.path))[2])
+        resumed = RESUMED.findall(run.body)
         before = int(resumed[-1][1]) if resumed else 0      # ms of training by earlier processes
         rest = result["process_ms"] - result["setup_ms"] - result["compile_ms"]
         rest -= result["train_time_ms"] - before

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from data import inputs
-from records.judge.runs import DATE, RESUMED, RULER, Run, log_text, split_log
+from records.judge.runs import DATE, RESUMED, RULER, Run
 from records.show.curves import draw_record
 from records.verify import leak_probe, scripts
 from records.verify.checks import OF_ONE_RUN, LeftOut, Rule, artifacts_of, our_runs, require, same
@@ -64,15 +64,10 @@ class Step(NamedTuple):
     mean: float | None = None       # of the steps since the line before; older scripts don't tell it
 
 
-def lines_of(run: Run) -> list[str]:
-    """The lines of a run, without script and versions."""
-    return split_log(log_text(run.path))[2].split("\n")
-
-
 def segments_of(run: Run, log: str) -> list[tuple[tuple[int, int], list[Step]]]:
     """[((step, ms) at which the run began or was resumed, its Steps)]. Raises Broken for other step lines."""
     found = [((0, 0), [])]
-    for line in lines_of(run):
+    for line in run.body.split("\n"):
         if resumed := RESUMED.match(line):
             found.append(((int(resumed[1]), int(resumed[2])), []))
         elif re.match(r"step:\d", line):
@@ -97,7 +92,7 @@ def check_steps(folder: Folder, options: argparse.Namespace) -> str:
         require((len(segments) > 1) == result["resumed"],
                 f"{name} says resumed {result['resumed']}, {log} was resumed {len(segments) - 1} times")
         # only what is built before the first step is on the clock: a resumed run counts again, off it
-        early = itertools.takewhile(lambda line: not line.startswith("step:"), lines_of(run))
+        early = itertools.takewhile(lambda line: not line.startswith("step:"), run.body.split("\n"))
         built = [float(found[1]) for found in map(BUILT.fullmatch, early) if found]
         first = min((step.ms for _, steps in segments for step in steps), default=0)
         require(sum(built) <= first / 1e3 + 0.1,
@@ -122,7 +117,7 @@ def batches_of(run: Run, config: dict[str, str]) -> list[int]:
         return [int(config["train_batch_tokens"]) * int(n) for n in config["batch_schedule"].split(",")]
     batches = []
     column = None
-    for line in lines_of(run):
+    for line in run.body.split("\n"):
         if line.startswith("stage table:"):
             column = line.split()[2:].index("tokens_per_step")
         elif column is not None:
@@ -269,7 +264,7 @@ def check_end(log: str, name: str, steps: list[Step], result: dict[str, Any], ba
 def check_said_once(run: Run, log: str, result: dict[str, Any]) -> None:
     """A line that a run writes once is not there twice with two values, of which a reader sees one."""
     said = {}
-    for line in lines_of(run):
+    for line in run.body.split("\n"):
         found = SAID_ONCE.match(line)
         if found and not (result["resumed"] and found[1].startswith(SAID_AGAIN)):
             key = found[1] if found[1] != "peak memory" else line[:20]
@@ -333,7 +328,7 @@ def check_names(folder: Folder, options: argparse.Namespace) -> str:
         require(told in (None, f"logs/{run_id}"), f"{log}: run folder is {told!r}, in {name} {run_id!r}")
         ranks = re.match(r"(\d+)(?: ranks )?x ", result["hardware"])
         same(name, "ranks of the hardware", ranks and int(ranks[1]), "world_size", result["world_size"])
-        lines = re.findall(r"(?m)^override (\w+) (.*) -> (.*)$", "\n".join(lines_of(run)))
+        lines = re.findall(r"(?m)^override (\w+) (.*) -> (.*)$", "\n".join(run.body.split("\n")))
         said = {constant: [old, new] for constant, old, new in lines}
         wanted = {constant: list(texts) for constant, texts in result["overrides"].items()}
         same(log, "overrides", said, name, wanted)

@@ -22,7 +22,6 @@ from typing import Any
 
 from data import inputs
 from records.verify.checks import OF_ONE_RUN, LeftOut, Rule, our_runs, require
-from records.verify.evidence import lines_of
 from records.verify.folders import ROOT, Folder
 
 SLOWER = 1e-6           # seconds of the replay's clock in one of ours: schedules stand still on any machine
@@ -46,7 +45,7 @@ def check_replay(folder: Folder, options: argparse.Namespace) -> str | None:
     asked = [one for one in our_runs(folder) if options.seed in (None, one.result["seed"])]
     require(asked, f"no run has seed {options.seed}")
     run, log, result, _ = asked[0]
-    lines = lines_of(run)
+    lines = run.body.split("\n")
     told = [int(found[1]) for found in map(COMPARED.match, lines) if found]
     last = max((step for step in told if step <= options.replay), default=0)
     require(last, f"{log} has no loss up to step {options.replay}")
