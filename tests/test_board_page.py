@@ -17,11 +17,8 @@ RULER = "=" * 100
 HEAD = f"import torch\n{RULER}\npython 3.13.1 torch 2.13.0\nhardware: 1 ranks x 2 threads of X\n{RULER}\n"
 
 
-def add_run(tree, name, loss, lr, sample="return x", beside=False, **changed):
-    """A run as the trainer leaves it; changed: of its result.json. beside: the sample is in samples.txt, not
-    in
-    the log, as since there is tools/run/show.py."""
-    said = f"sample 1: def »{sample}"
+def add_run(tree, name, loss, lr, sample="return x", **changed):
+    """A run as the trainer leaves it; changed: of its result.json."""
     folder = tree / name
     folder.mkdir(parents=True)
     seed = changed.get("seed", 7)
@@ -35,9 +32,8 @@ def add_run(tree, name, loss, lr, sample="return x", beside=False, **changed):
              f"config preset=tiny\nconfig matrix_lr={lr}\nconfig seed={seed}", *steps,
              f"step:90/90 {val_loss}:{loss:.4f}{bpb[:15]} train_time:9000ms step_avg:100.00ms",
              f"final_model_exact {val_loss}:{loss:.8f}{bpb}",
-             "" if beside else said, "        train_time_ms  9000", ""]
-    if beside:
-        (folder / "samples.txt").write_text(said + "\n")
+             "        train_time_ms  9000", ""]
+    (folder / "samples.txt").write_text(f"sample 1: def »{sample}\n")
     (folder / "train.log").write_text("\n".join(lines))
     whole = scored == "full"
     scores = dict(val_loss=loss, val_bpb=loss / 2) if whole else dict(val_loss=None, val_bpb=None)
@@ -68,7 +64,7 @@ def page(tool, tmp_path):
     """(path, text) of a page of three runs, one with text that is no HTML, and two records."""
     add_run(tmp_path / "a tree", "lr_run_one", 2.5, "0.03")
     add_run(tmp_path / "a tree", "lr_run_two", 2.25, "0.02",
-            sample="<script>alert(1)</script> & <b>", beside=True)
+            sample="<script>alert(1)</script> & <b>")
     add_run(tmp_path / "a tree", "lr_run_three", 10.5, "0.03")
     add_record(tmp_path / "a tree", "2026-01-02_Better", [2.0, 2.1, 2.2])
     add_record(tmp_path / "a tree", "2026-01-01_First", [3.0, 3.1])

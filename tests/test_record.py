@@ -1024,7 +1024,8 @@ def test_final_scores_of_baseline_logs(monkeypatch, tmp_path):
     monkeypatch.setattr(evidence, "check_lines", lambda *_: [((0, 0), [])])
     base = SimpleNamespace(
         file="baseline.log", body="final_model_exact val_loss:3.00000000\n", config={}, steps=1,
-        value=lambda _: 3.0, finals=[("final_model_exact", 3.0, None)], curves={"val": [Point(1, 1.0, 3.0, None)]})
+        value=lambda _: 3.0, finals=[("final_model_exact", 3.0, None)],
+        curves={"val": [Point(1, 1.0, 3.0, None)]})
     folder = SimpleNamespace(baseline=[base])
     evidence.check_steps(folder, None)
     base.finals = [("final_model_exact", 3.06, None)]

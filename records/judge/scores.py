@@ -185,12 +185,20 @@ def name_of_metric(runs: list[Run], metric: str) -> str:
     return "val_loss_partial" if metric == "val_loss" and any(run.partial for run in runs) else metric
 
 
-def partial_line(runs: list[Run]) -> str:
-    """What val_loss_partial is, for people."""
-    run = next(run for run in runs if run.partial)
+def part_of_val(run: Run) -> str:
+    """`all 429,103 val tokens`, or the first of them; "" where the log does not tell."""
     targets = targets_of(run)
     split = number(run.facts.get("val_tokens"))
-    part = f"the first {targets:,} of {split:,} val tokens" if targets and split else "a part of val"
+    if not targets or not split:
+        return ""
+    if targets == split - 1:
+        return f"all {targets:,} val tokens"
+    return f"the first {targets:,} of {split:,} val tokens"
+
+
+def partial_line(runs: list[Run]) -> str:
+    """What val_loss_partial is, for people."""
+    part = part_of_val(next(run for run in runs if run.partial)) or "a part of val"
     return (f"val_loss_partial: the loss on {part}, which is not how many the preset scores: compare it only "
             "with the loss on the same tokens, not with records or targets")
 

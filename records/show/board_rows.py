@@ -1,13 +1,12 @@
 """What the page of runs shows: runs of one's own and records, in sections whose scores compare."""
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data import inputs
-from records.judge.runs import DATE, Refused, Run, demand, describe, find_logs, log_text, read_runs
+from records.judge.runs import DATE, Refused, Run, demand, describe, find_logs, read_runs
 from records.judge.scores import (
-    as_trained, differences, facts_of, name_of_metric, number, rows_of, targets_of)
+    as_trained, differences, facts_of, name_of_metric, part_of_val, rows_of)
 from records.show.names import NEVER_TOLD, without_date
 from records.verify.folders import read_json, track_of
 
@@ -79,14 +78,11 @@ def result_beside(log: Path) -> dict[str, Any]:
 
 
 def samples_of(log: Path) -> str:
-    """What the run's model wrote: samples.txt beside the log, or in older logs from the first sample to the
-    summary."""
+    """What the run's model wrote."""
     beside = log.with_name("samples.txt")
     if log.name == "train.log" and beside.is_file():
         return inputs.read_text(beside, "replace")[:MOST_SAMPLE].rstrip()
-    text = log_text(log).rpartition("=" * 100 + "\n")[2]
-    found = re.search(r"^sample 1: (?s:.*?)(?=^ +train_time_ms  |\Z)", text, re.M)
-    return found[0][:MOST_SAMPLE].rstrip() if found else ""
+    return ""
 
 
 def is_record(folder: Path) -> bool:
@@ -179,15 +175,10 @@ def metric_of(runs: list[Run]) -> str:
 def title_of(items: list[Item]) -> str:
     """`tiny: all 429,103 val tokens of embedded`"""
     row = items[0].rows[0]
-    targets = targets_of(row.run)
-    split = number(row.run.facts.get("val_tokens"))
-    text = row.result.get("data", {}).get("name") or row.run.facts.get("data") or ""
-    of_text = f" of {text}" if text else ""
-    if not targets or not split:
-        return track_name(row)
-    if targets == split - 1:
-        return f"{track_name(row)}: all {targets:,} val tokens{of_text}"
-    return f"{track_name(row)}: the first {targets:,} of {split:,} val tokens{of_text}"
+    text = row.result.get("data", {}).get("name") or row.run.facts.get("data")
+    part = part_of_val(row.run)
+    told = f"{part} of {text}" if part and text else part
+    return f"{track_name(row)}: {told}" if told else track_name(row)
 
 
 def in_order(items: list[Item], metric: str) -> list[Item]:

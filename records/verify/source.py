@@ -36,7 +36,7 @@ def is_runner(node: ast.AST, runners: set[str]) -> bool:
 
 def assignments(tree: ast.Module) -> list[tuple[set[str], ast.AST]]:
     """[(names, value)] of everything that gives names a value: =, :=, for, with, and def by its returns."""
-    found = []
+    found: list[tuple[set[str], ast.AST]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             returned = [part for part in ast.walk(node) if isinstance(part, ast.Return | ast.Yield)]
