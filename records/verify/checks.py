@@ -8,10 +8,11 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ from records.verify.folders import (
     KEYS, NOTES, ROOT, Folder, best_before, change_text, code_diff, computed, read_json, records_of, render,
     sha256, shared_config, summary_of, track_of)
 
+# Files that a record folder may list, besides companions
+MEMBERS = re.compile(r"(?:train|baseline(?=_))(?:_seed\d+)?\.log|result(?:_seed\d+)?\.json|train_gpt\.py"
+                     r"|loss\.png|changes\.diff|final_model(?:_seed\d+)?\.(?:int8|lzma|brot)\.ptz")
 ARTIFACT_LIMIT = 2_000_000      # bytes; a larger one stays out of the folder, its sha256 does not
 # What reading damaged files may raise
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
@@ -234,12 +238,8 @@ def check_leaks(folder: Folder, options: argparse.Namespace) -> str:
     for owner, artifact in artifacts_of(folder, options)[:1]:
         result = owner.result
     env = environment_of(result) | {"DEVICE": "cpu"}
-    try:
-        return leak_probe.judge(
-            folder.path / "train_gpt.py", artifact, env, val_files(result), options.seconds,
-            result["eval"]["eval_context"])
-    except leak_probe.ProbeFailed as error:
-        raise Broken(f"train_gpt.py: {error}") from None
+    return leak_probe.judge(folder.path / "train_gpt.py", artifact, env, val_files(result), options.seconds,
+                            result["eval"]["eval_context"])
 
 
 def environment_of(result: dict[str, Any]) -> dict[str, str]:
@@ -289,17 +289,12 @@ def check_runs(folder: Folder, options: argparse.Namespace) -> str:
 def check_distinct(folder: Folder, options: argparse.Namespace) -> str:
     """No run is there twice, no seed is used twice."""
     seeds = {}
-    scores = {}
     for i, run in enumerate(folder.runs):
         for other in folder.runs[:i]:
             require(not same_losses(run, other), f"{run.file} is the same run as {other.file}, by its losses")
-        exact = [final for final in run.finals if final[0].endswith("exact")]       # to the eighth decimal
-        score = tuple(exact or [*run.finals, *run.curves["val"], run.time])
-        require(score not in scores, f"{run.file} is the same run as {scores.get(score)}")
         require(run.seed not in seeds,
                 f"{run.file} has seed {run.seed}, as {seeds.get(run.seed)} has")
         seeds[run.seed] = run.file
-        scores[score] = run.file
     for run, log, result, name in our_runs(folder):
         same(name, "seed", result["seed"], log, run.seed)
         require(not run.steps_repeat or result["resumed"],
@@ -312,12 +307,9 @@ def check_source(folder: Folder, options: argparse.Namespace) -> str:
     script = folder.source()
     for run in folder.runs:
         text = run.source or ""
-        if found := first_difference(text.strip(), script.strip()):
-            number, line, wanted = found
-            at = max(0, len(os.path.commonprefix([line, wanted])) - 30)
-            raise Broken(f"{run.file}: its source ({len(text.encode())} bytes) differs from train_gpt.py "
-                         f"({len(script.encode())} bytes), line {number}: {line[at:at + 60]!r}, "
-                         f"not {wanted[at:at + 60]!r}")
+        found = first_difference(text.strip(), script.strip())
+        require(not found, f"{run.file}: its source ({len(text.encode())} bytes) differs from train_gpt.py "
+                f"({len(script.encode())} bytes), line, as it is, in train_gpt.py: {str(found)[:200]}")
     for _, _, result, name in our_runs(folder):
         same(name, "code_sha256", result["code_sha256"], "train_gpt.py", sha256(folder.script))
         same(name, "bytes_code", result["bytes_code"], "train_gpt.py", len(folder.script))
@@ -454,17 +446,6 @@ def check_submission(folder: Folder, options: argparse.Namespace) -> str:
     return f"{len(numbers)} recomputed"
 
 
-def is_member(name: str, companions: Sequence[str]) -> bool:
-    """May a record folder list this file?"""
-    stem, _, end = name.partition(".")
-    kind, _, seed = stem.partition("_seed")
-    if kind == "final_model":
-        return end in ("int8.ptz", "lzma.ptz", "brot.ptz") and (stem == kind or seed.isdigit())
-    if name in ("train.log", "result.json", "train_gpt.py", "loss.png", "changes.diff", *companions):
-        return True
-    return (kind, end) in (("train", "log"), ("result", "json"), ("baseline", "log")) and seed.isdigit()
-
-
 def check_files(folder: Folder, options: argparse.Namespace) -> str:
     """Each file that submission.json lists is there, unaltered, and no other is."""
     listed = folder.submission["files"]
@@ -473,7 +454,7 @@ def check_files(folder: Folder, options: argparse.Namespace) -> str:
         same(name, "sha256", sha256(folder.read(name)), "submission.json", digest)
     extra = [name for name in folder.names if name not in {*listed, "README.md", "submission.json"}]
     require(not extra, f"{', '.join(extra[:3])}: not listed in submission.json")
-    strange = [name for name in listed if not is_member(name, folder.rules.companions)]
+    strange = [name for name in listed if not MEMBERS.fullmatch(name) and name not in folder.rules.companions]
     require(not strange, f"{', '.join(strange[:3])}: no part of a record, a script must run alone")
     for name in ("train.log", "result.json", "train_gpt.py", "loss.png"):
         require(name in listed, f"{name} is not part of the record")
@@ -512,10 +493,9 @@ def check_readme(folder: Folder, options: argparse.Namespace) -> str:
     _, stop, end = rest.partition(NOTES[1])
     require(start and stop, f"README.md has no block between {NOTES[0]} and {NOTES[1]}")
     want_top, want_end = render(folder)
-    if found := first_difference(f"{top}{end}", f"{want_top}\n\n{want_end}"):
-        number, line, wanted = found
-        raise Broken(f"README.md, line {number} (notes apart): {line!r}, "
-                     f"submission.json and the logs make {wanted!r}")
+    found = first_difference(f"{top}{end}", f"{want_top}\n\n{want_end}")
+    require(not found, "README.md, notes apart (line, as it is, as submission.json and the logs make it): "
+            f"{found}")
     return "is what submission.json and the logs make, notes apart"
 
 
@@ -606,12 +586,24 @@ def check_artifact_score(folder: Folder, options: argparse.Namespace) -> str:
     """val_loss of the first artifact at hand, added up here from log_probs alone."""
     if options.no_exec:
         raise LeftOut
-    for owner, artifact in artifacts_of(folder, options)[:1]:
-        nats = score_added_up(folder, artifact, owner, options)
-        if nats is None:
-            raise LeftOut("too large, or not one row after the other")
-        return f"val_loss {nats:.8f} added up here from log_probs, {artifact.name}"
-    raise LeftOut("no artifact is here; --artifact PATH gives one")
+    found = artifacts_of(folder, options)
+    if not found:
+        raise LeftOut("no artifact is here; --artifact PATH gives one")
+    owner, artifact = found[0]
+    result = owner.result
+    files = val_files(result)
+    if not files:
+        raise LeftOut(f"data/datasets/{result['data']['name']} is not here")
+    row = int(result["config"]["train_seq_len"])
+    plain = result["eval"]["eval_stride"] == result["eval"]["eval_context"] == row
+    tokens = np.memmap(files[0], "<u2", "r", 1024)
+    if not plain or len(files) > 1 or len(tokens) * int(result["config"]["vocab_size"]) >= 1 << 30:
+        raise LeftOut("too large, or not one row after the other")
+    nats = leak_probe.score(folder.path / "train_gpt.py", artifact, {}, tokens, options.seconds)
+    want = scored_part(result)["val_loss"]
+    require(abs(nats - want) < tolerance_of(result), f"{artifact.name}: val_loss added up here from "
+            f"log_probs is {nats:.8f}, in {owner.json} {want:.8f}")
+    return f"val_loss {nats:.8f} added up here from log_probs, {artifact.name}"
 
 
 def check_rerun(folder: Folder, options: argparse.Namespace) -> str | None:
@@ -642,31 +634,6 @@ def rerun_one(folder: Folder, artifact: Path, owner: OurRun, options: argparse.N
         close = again[key] == value or abs(again[key] - value) < tolerance_of(result)
         require(close, f"{artifact.name}: {key} is {again[key]} evaluated again, in {name} {value}")
     return f"val_loss {again['val_loss']:.8f}, in {name} {want['val_loss']:.8f}"
-
-
-def score_added_up(folder: Folder, artifact: Path, owner: OurRun,
-                   options: argparse.Namespace) -> float | None:
-    """val_loss of the artifact from log_probs alone, if it is as the result says; None where that would take
-    too long or the rows overlap."""
-    result = owner.result
-    name = owner.json
-    config = result["config"]
-    files = val_files(result)
-    want = scored_part(result)["val_loss"]
-    if not files:
-        raise LeftOut(f"data/datasets/{result['data']['name']} is not here")
-    row = int(config["train_seq_len"])
-    plain = result["eval"]["eval_stride"] == result["eval"]["eval_context"] == row
-    tokens = np.memmap(files[0], "<u2", "r", 1024)
-    if not plain or len(files) > 1 or len(tokens) * int(config["vocab_size"]) >= 1 << 30:
-        return None
-    try:
-        nats = leak_probe.score(folder.path / "train_gpt.py", artifact, {}, tokens, options.seconds)
-    except leak_probe.ProbeFailed as error:
-        raise Broken(f"train_gpt.py: {error}") from None
-    require(abs(nats - want) < tolerance_of(result), f"{artifact.name}: val_loss added up here from "
-            f"log_probs is {nats:.8f}, in {name} {want:.8f}")
-    return nats
 
 
 def rerun(folder: Folder, artifact: Path, result: dict[str, Any],
