@@ -668,13 +668,6 @@ def test_core_bundle(hub, core, tmp_path):
     check_core(hub, tmp_path)
 
 
-@pytest.mark.parametrize("fault", ["cut", "short", 503])
-def test_core_fault_that_passes(hub, core, tmp_path, fault):
-    hub.faults[BUNDLE] = [fault]
-    core()
-    check_core(hub, tmp_path)
-
-
 def test_core_is_not_to_be_had(hub, core, tmp_path):
     hub.faults[BUNDLE] = [404]
     assert "404" in core(code=1).sentence and len(hub.requests) == 1

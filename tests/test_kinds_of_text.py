@@ -188,7 +188,7 @@ def test_what_is_no_encoding_and_what_does_not_fit(tmp_path):
     said, _ = prepared(tmp_path, path, expect=2, more=["--encoding", "shift_jis"])
     assert "is not whole SHIFT_JIS" in said
     assert "goes with --text" in run("--encoding", "latin-1", "--out", tmp_path / "out", expect=2)
-    assert "goes with --text or --parquet" in run("--keep-marks", "--out", tmp_path / "out", expect=2)
+    assert "go with --text or --parquet" in run("--keep-marks", "--out", tmp_path / "out", expect=2)
     said, _ = prepared(tmp_path, path, expect=2, more=["--encoding", "utf-8"])
     assert "line 1 is not UTF-8" in said
 
@@ -265,19 +265,6 @@ def test_few_rows_are_warned_about_with_numbers_that_hold(tmp_path, number):
     assert manifest["val_docs"] == 1
     val = manifest["val_bytes"]
     assert f"warning: val is {val:,} of {total:,} bytes ({val / total:.0%})" in said or number == 5
-
-
-def test_one_parquet_file(tmp_path):
-    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "x.parquet")
-    said = run("--parquet", tmp_path / "x.parquet", "--name", "toy", "--out", tmp_path / "out", expect=2)
-    assert "the only parquet file is val" in said and "--text" in said
-
-
-def test_help_says_how_text_is_cut(capsys):
-    with pytest.raises(SystemExit):
-        prepare.main(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "cut into documents of about 16 KiB" in said and "--keep-marks" in said and "--encoding" in said
 
 
 # --- machines ----------------------------------------------------------------------------------------------
