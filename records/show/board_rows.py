@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from data import inputs
 from records.judge.runs import DATE, Refused, Run, demand, describe, find_logs, read_runs
-from records.judge.scores import (
-    as_trained, differences, facts_of, name_of_metric, part_of_val, rows_of)
+from records.judge.scores import differences, part_of_val
 from records.show.names import NEVER_TOLD, without_date
 from records.verify.folders import read_json, track_of
 
@@ -55,16 +54,11 @@ class Item(NamedTuple):
 class Section(NamedTuple):
     """Runs and records whose scores compare: one's own first, then records, the best of each first."""
     title: str
-    metric: str         # that ranks
     items: list[Item]
 
     @property
     def runs(self) -> list[Run]:
         return [run for item in self.items for run in item.runs]
-
-    @property
-    def partial(self) -> bool:
-        return name_of_metric(self.runs, "val_loss") != "val_loss"
 
 
 # ------------------------------------------------------------ reading
@@ -117,27 +111,17 @@ def rows_of_paths(paths: Sequence[Path | str], say: Callable) -> list[Row]:
 
 
 # ------------------------------------------------------------ names
-def script_of(row: Row) -> str:
-    """The first digits of the digest of a run's script; "" where it is not known."""
-    return row.result.get("code_sha256", "")[:6]
-
-
-def overrides_of(row: Row) -> dict[str, str]:
-    """What was asked of a run besides its preset and its seed."""
-    overrides = row.result.get("overrides", {})
-    return {name: pair[-1] for name, pair in overrides.items() if name not in UNTOLD}
-
-
 def own_items(rows: list[Row]) -> list[Item]:
     """Items of one's own runs, with what was asked for below the name."""
-    scripts = {script_of(row) for row in rows}
+    scripts = [row.result.get("code_sha256", "")[:6] for row in rows]
     items = []
-    for row in rows:
-        asked = [f"{name}={value}" for name, value in overrides_of(row).items()]
+    for row, script in zip(rows, scripts):
+        overrides = row.result.get("overrides", {})
+        asked = " ".join([f"{name}={pair[-1]}" for name, pair in overrides.items() if name not in UNTOLD])
         # what no result.json tells about is of one kind with nothing else
-        key = " ".join([track_name(row), script_of(row) or row.name, *asked])
-        script = [f"script {script_of(row)}"] if len(scripts) > 1 else []
-        items.append(Item(row.name, " ".join([*asked, *script]), key, [row]))
+        key = " ".join([track_name(row), script or row.name, asked])
+        told = f" script {script}" if len({*scripts}) > 1 else ""
+        items.append(Item(row.name, (asked + told).strip(), key, [row]))
     return items
 
 
@@ -168,8 +152,8 @@ def track_name(row: Row) -> str:
 
 def metric_of(runs: list[Run]) -> str:
     """What ranks runs: val_bpb, where all finished ones have it, else val_loss."""
-    finished = [run for run in runs if run.finished]
-    return "val_bpb" if all(run.value("val_bpb") is not None for run in finished) else "val_loss"
+    whole = all(run.value("val_bpb") is not None for run in runs if run.finished)
+    return "val_bpb" if whole else "val_loss"
 
 
 def title_of(items: list[Item]) -> str:
@@ -192,26 +176,20 @@ def in_order(items: list[Item], metric: str) -> list[Item]:
 
 def sections_of(rows: list[Row]) -> list[Section]:
     """The sections, those with runs of one's own first."""
-    kinds: dict[tuple, list[Row]] = {}
-    for row in rows:        # by what was scored, so that few runs are compared below
-        metric = "val_bpb" if row.run.value("val_bpb") is not None else "val_loss"
-        scored = (*facts_of(row.run, metric).values(), rows_of(row.run), as_trained(row.run))
-        kinds.setdefault((track_name(row), *scored), []).append(row)
     groups: list[list[Row]] = []
-    for some in kinds.values():
+    for row in rows:
         for group in groups:
-            runs = [some[0].run, *{id(row.run): row.run for row in group}.values()]
-            if track_name(group[0]) == track_name(some[0]) and not differences(runs, metric_of(runs)):
-                group += some
+            runs = [group[0].run, row.run]
+            if track_name(group[0]) == track_name(row) and not differences(runs, metric_of(runs)):
+                group.append(row)
                 break
         else:
-            groups.append([*some])
+            groups.append([row])
     sections = []
     for group in groups:
         items = own_items([row for row in group if not row.record])
         items += record_items([row for row in group if row.record])
         metric = metric_of([row.run for row in group])
-        items = in_order(items, metric)
-        sections.append(Section(title_of(items), metric, items))
+        sections.append(Section(title_of(items), in_order(items, metric)))
     # those with runs of one's own first, of these the one with records
     return sorted(sections, key=lambda section: (section.items[0].record, not section.items[-1].record))
