@@ -379,7 +379,6 @@ def describe(source: Source, files: list[File], missing: list[File]) -> str:
 
 def get_tokens(args: argparse.Namespace, source: Source, endpoint: str) -> str:
     """Download token shards and write their manifest; returns the summary."""
-    started = time.monotonic()
     out = args.out
     revision, listing = list_files(endpoint, source.repo)
     files = select(source, listing, args.train_shards, out)
@@ -389,14 +388,13 @@ def get_tokens(args: argparse.Namespace, source: Source, endpoint: str) -> str:
               for split in ("train", "val")]
     size = f" ({manifest['val_bytes']:,} bytes)" if manifest["val_bytes"] else ""
     return (f"{describe(source, files, missing)}, {tokens[0]:,} train tokens, "
-            f"{tokens[1]:,} val tokens{size}, {time.monotonic() - started:.0f} s")
+            f"{tokens[1]:,} val tokens{size}")
 
 
 def get_parquet(args: argparse.Namespace, source: Source, endpoint: str) -> str:
     """Download text as parquet files and have prepare.py make a dataset of them, which prints its own
     summary; returns the last line."""
     from data import prepare
-    started = time.monotonic()
     out = args.out
     revision, listing = list_files(endpoint, source.repo)
     files = select(source, listing, args.train_shards, out)
@@ -424,12 +422,12 @@ def get_parquet(args: argparse.Namespace, source: Source, endpoint: str) -> str:
     if dataset.exists() and not args.force:
         more = 0
     digests, missing = fetch_missing(source, files, revision, out, endpoint, more)
-    print(f"{describe(source, files, missing)}, {time.monotonic() - started:.0f} s", flush=True)
+    print(describe(source, files, missing), flush=True)
     try:
         prepare.build(request, out, args.force)
     except prepare.DataError as error:
         raise Refused(str(error)) from None
-    return f"{source.name} is ready after {time.monotonic() - started:.0f} s"
+    return f"{source.name} is ready"
 
 
 def unpack_bundle(archive: Path, folder: Path) -> None:

@@ -370,12 +370,9 @@ def check_final_scores(ours: OurRun) -> None:
     """The two scores, each rounded on one line of the log and exact on another."""
     run, log, result, name = ours
     lines = {tag: {"val_loss": loss, "val_bpb": bpb} for tag, loss, bpb in run.finals}
-    config = result["config"]
-    codec = "int8_zlib" if float(config.get("artifact_step", 0)) == 0 else "lzma"
-    if config.get("artifact_codec", "auto") != "auto":
-        codec = config["artifact_codec"].replace("zlib", "int8_zlib")
     counts = "artifact" if result["config"]["score_artifact"] == "1" else "trained"
-    tags = {"trained": "final_model", "artifact": f"final_{codec}_roundtrip"}
+    packed = next((tag for tag in lines if tag.endswith("_roundtrip")), "final_..._roundtrip")
+    tags = {"trained": "final_model", "artifact": packed}
     for part, tag in tags.items():
         if part == "artifact" != counts and part not in result:
             continue                            # no artifact was packed
