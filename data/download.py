@@ -55,7 +55,7 @@ SHARD_VERSION = 1
 HEADER_BYTES = 1024
 DISK_MARGIN = 500_000_000                        # bytes that stay free after the download
 TRIES = 3                                        # of a file; each reconnects several times
-DECODE_TOKENS = 1 << 20                          # tokens decoded at a time; a longer document is not split
+DECODE_DOCUMENTS = 1000                          # decoded at a time
 TOKENS_PER_PARQUET = 1.3                         # bytes of token shards per byte of parquet, at most
 # What tiktoken reads, too: {characters of a token: its number}
 GPT2_VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/encoder.json"
@@ -284,18 +284,16 @@ def shard_tokens(path: Path) -> int:
 
 def decoded_bytes(sp: SentencePieceProcessor, tokens: np.ndarray, bos_id: int) -> int:
     """UTF-8 bytes of the text of `tokens`, each document decoded by itself. BOS starts a document and counts
-    no bytes. `tokens` may be a memory map: about DECODE_TOKENS of them are decoded at a time."""
+    no bytes. `tokens` may be a memory map: DECODE_DOCUMENTS are decoded at a time."""
     import numpy as np
     edges = np.unique(np.concatenate([[0], np.flatnonzero(tokens == bos_id), [len(tokens)]]))
-    first = total = 0
-    while first < len(edges) - 1:
-        last = max(first + 1, int(np.searchsorted(edges, edges[first] + DECODE_TOKENS, side="right")) - 1)
-        batch = np.asarray(tokens[edges[first]:edges[last]])
-        documents = np.split(batch, edges[first + 1:last] - edges[first])
+    total = 0
+    for first in range(0, len(edges) - 1, DECODE_DOCUMENTS):
+        part = edges[first:first + DECODE_DOCUMENTS + 1]
+        documents = np.split(np.asarray(tokens[part[0]:part[-1]]), part[1:-1] - part[0])
         texts = sp.decode([document[document != bos_id] for document in documents], out_type=bytes,
                           num_threads=min(inputs.usable_cpus(), 16))
         total += sum(map(len, texts))
-        first = last
     return total
 
 

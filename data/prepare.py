@@ -1120,41 +1120,40 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def in_shards(token_arrays: Iterable[np.ndarray], shard_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
+    """(number of its shard, tokens) of each document, or of the parts of one that is longer than a shard. A
+    document that does not fit into the open shard starts the next one."""
+    number = 0
+    count = 0
+    for tokens in token_arrays:
+        if count + min(len(tokens), shard_tokens) > shard_tokens:
+            number += 1
+            count = 0
+        while len(tokens):
+            part = tokens[:shard_tokens - count]
+            tokens = tokens[len(part):]
+            yield number, part
+            count += len(part)
+            if len(tokens):
+                number += 1
+                count = 0
+
+
 def write_shards(folder: Path, name: str, split: str, token_arrays: Iterable[np.ndarray],
                  shard_tokens: int = SHARD_TOKENS) -> list[dict[str, Any]]:
-    """Write uint16 arrays, one per document, as numbered shards -> manifest entries. A document that does
-    not fit into the open shard starts the next one; only a document longer than a shard is split."""
+    """Write uint16 arrays, one per document, as numbered shards -> manifest entries."""
     entries: list[dict[str, Any]] = []
-    shard: Any = None
-    count = 0
-
-    def close() -> None:
-        shard.seek(0)
-        shard.write(np.array([20240520, 1, count], "<i4").tobytes())  # magic, version; the rest is 0
-        shard.close()
-        path = Path(shard.name)
+    for number, parts in itertools.groupby(in_shards(token_arrays, shard_tokens), lambda part: part[0]):
+        path = folder / f"{name}_{split}_{number:06d}.bin"
+        count = 0
+        with open(path, "wb") as shard:
+            shard.write(bytes(1024))
+            for _, tokens in parts:
+                shard.write(tokens.astype("<u2").tobytes())
+                count += len(tokens)
+            shard.seek(0)
+            shard.write(np.array([20240520, 1, count], "<i4").tobytes())  # magic, version; the rest is 0
         entries.append({"path": path.name, "split": split, "tokens": count, "sha256": file_sha256(path)})
-
-    try:
-        for tokens in token_arrays:
-            while len(tokens):
-                room = shard_tokens - count if shard else 0
-                if room == 0 or room < min(len(tokens), shard_tokens):
-                    if shard:
-                        close()
-                    shard = open(folder / f"{name}_{split}_{len(entries):06d}.bin", "wb")
-                    shard.write(bytes(1024))
-                    count = 0
-                    room = shard_tokens
-                part = tokens[:room]
-                tokens = tokens[room:]
-                shard.write(part.astype("<u2").tobytes())
-                count += len(part)
-        if shard:
-            close()
-    finally:
-        if shard:
-            shard.close()
     return entries
 
 

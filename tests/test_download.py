@@ -470,7 +470,7 @@ def test_val_of_unknown_text_is_refused(new_hub, repository, call):
 
 @pytest.mark.parametrize("batch", [1, 7, 1 << 20])
 def test_decoded_bytes(repository, monkeypatch, batch):
-    monkeypatch.setattr(download, "DECODE_TOKENS", batch)
+    monkeypatch.setattr(download, "DECODE_DOCUMENTS", batch)
     rng = random.Random(batch)
     sp = repository[1]
     byte = [sp.piece_to_id(f"<0x{value:02X}>") for value in "日é".encode()]

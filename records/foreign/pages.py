@@ -2,7 +2,6 @@
 
 Each function yields one Finding a claim that does not hold, with both values.
 """
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -22,7 +21,6 @@ OTHERS = re.compile(
     r"(?i)Δ|delta|gain|diff|improv|gap|penalty|base|prev|prior|before|parent|reference|leader|control|"
     r"upstream|\bvs\b|sota|#\d|\bpr\b|old|merged|source|std|dev\b|sigma|time|\bms\b|eval|avg|wall|/")
 SCORE = re.compile(r"(\d\.\d{4,})(?: ?[(±].*)?$")      # a cell with one score
-CHOICES = 3000      # of some of a record's runs, which may make a mean
 
 
 class Finding(NamedTuple):
@@ -65,19 +63,20 @@ def nearest(text: str, values: Iterable[float]) -> float:
 # ------------------------------------------------------------ scores and sizes of the record as a whole
 def known_scores(runs: list[Run], metric: str) -> set[float]:
     """val_loss or val_bpb of logs since their last step, and the means that a record may tell: of each kind
-    of final score, over the runs of a group or over any choice of runs."""
+    of final score, over all runs or those of a group."""
     found = {value for run in runs for name, value in run.scores if name == metric}
-    once = different(runs)
-    choices = (itertools.combinations(once, n) for n in range(2, len(once) + 1))
-    pools = itertools.islice(itertools.chain.from_iterable(choices), CHOICES)
-    for pool in [once, *map(different, groups(runs)), *pools]:
-        for kind in ("ttt", "sliding", "plain", ""):
-            values = [run.value(metric) if not kind else next(
-                (final[1 + (metric == "val_bpb")] for final in reversed(run.finals)
-                 if score_kind(final[0]) == kind), None) for run in pool]
-            if pool and None not in values:
-                found.add(float(np.mean(values)))
+    for pool in [different(runs), *map(different, groups(runs))]:
+        found |= {float(np.mean(values)) for kind in ("ttt", "sliding", "plain", "")
+                  if pool and None not in (values := [score_of(run, metric, kind) for run in pool])}
     return found
+
+
+def score_of(run: Run, metric: str, kind: str) -> float | None:
+    """The last final score of a kind; "": the one that counts."""
+    if not kind:
+        return run.value(metric)
+    place = 1 + (metric == "val_bpb")
+    return next((final[place] for final in reversed(run.finals) if score_kind(final[0]) == kind), None)
 
 
 def score_findings(folder: Folder) -> Iterator[Finding]:
