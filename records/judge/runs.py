@@ -360,7 +360,7 @@ def read_curves(run: Run, body: str) -> None:
         if bpb:
             run.facts["last_bpb"] = float(bpb)
     losses = dict(re.findall(r"^val_part step:(\d+) val_loss:(\d+\.\d+)$", body, re.M))
-    run.curves["part"] = part_of_val(run, {int(step): float(loss) for step, loss in losses.items()})
+    run.curves["part"] = points_of_part(run, {int(step): float(loss) for step, loss in losses.items()})
     for metric, value in re.findall(r"val_\w*?(loss|bpb)\w*[:=] ?(\d+\.\d+)", body[at:]):
         run.scores.append((f"val_{metric}", float(value)))
     for ms, seconds in dict.fromkeys(SECONDS.findall(body, at)):
@@ -368,7 +368,7 @@ def read_curves(run: Run, body: str) -> None:
     run.sizes = {int(value) for value in re.findall(r"(\d{4,})(?= bytes|/16000000)", body)}
 
 
-def part_of_val(run: Run, losses: dict[int, float]) -> list[Point]:
+def points_of_part(run: Run, losses: dict[int, float]) -> list[Point]:
     """The Points of losses {step: loss} on a part of val, with the seconds of the training lines."""
     train = {point.step: point.seconds for point in run.curves["train"]}
     if not train:
@@ -477,68 +477,63 @@ def read_runs(log: Path | str) -> list[Run]:
     log = Path(log)
     events = read_events(log.parent) if log.name == "train.log" else []
     if any(event["kind"] == "start" for event in events):
-        with contextlib.suppress(KeyError, TypeError, ValueError):      # they are another program's
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):      # another program's
             return [run_of_events(log, events)]
     return read_logs(log)
 
 
 def run_of_events(log: Path, events: list[dict[str, Any]]) -> Run:
-    """The Run of a train.log by its events, in the digits of the log. What only checks of records ask for,
-    such as sizes, is left to read_log()."""
-    run = Run(log)
+    """The Run of a train.log by its events: those that compare runs are read as the lines of the log that
+    they stand for. What only checks of records ask for, such as sizes, is left to read_log()."""
     script = log.with_name("train_gpt.py")
-    if script.is_file():
-        run.source = inputs.read_text(script, "replace")
-    parts = {}
-    for event in events:
-        kind = event["kind"]
-        if kind == "start":
-            data = event["data"]
-            run.config = event["config"]
-            run.facts |= {"torch": event["torch"], "hardware": event["hardware"],
-                          "fingerprint": str(data["fingerprint"]), "val_tokens": str(data["val_tokens"]),
-                          "val_bytes": str(data.get("val_bytes")), "data": str(data.get("name"))}
-            run.digests = data.get("sha256", {})
-            run.eval = {name: str(value) for name, value in event.get("eval", {}).items()}
-            own, taken = event.get("overrides", {}).get("val_tokens", ("0", "0"))
-            run.partial = taken not in ("0", own)
-        elif kind == "setup":
-            told = {name: f"{event[f'{name}_ms']}ms" for name in ("setup", "compile")}
-            run.settings = run.settings or told     # of a resumed run the first, as in the text
-        elif kind in ("train", "val"):
-            add_point(run, event)
-        elif kind == "val_part":
-            parts[event["step"]] = round(event["val_loss"], 4)
-        elif kind == "stop":
-            run.facts |= {"stopped_ms": float(round(1e3 * event["seconds"])), "stopped_at": event["step"]}
-        elif kind == "score":
-            bpb = event["val_bpb"]
-            for end, digits in (("", 4), ("_exact", 8)):
-                rounded = None if bpb is None else round(bpb, digits)
-                run.finals.append((event["tag"] + end, round(event["val_loss"], digits), rounded))
-        elif kind == "result":
-            run.summary["tokens"] = str(event["tokens"])
-            if event["core"] is not None:
-                run.facts["core"] = round(event["core"], 6)
-    run.curves["part"] = part_of_val(run, parts)
-    val = run.curves["val"]
-    ends = {run.facts.get("stopped_at"), *[event["steps"] for event in events if event["kind"] == "val"]}
-    run.finished = bool(run.finals) or bool(val) and val[-1].step in ends
-    return run
+    source = inputs.read_text(script, "replace") if script.is_file() else None
+    start = next(event for event in events if event["kind"] == "start")
+    own, taken = start.get("overrides", {}).get("val_tokens", ("0", "0"))
+    name = "val_loss" if taken in ("0", own) else "val_loss_partial"
+    lines = [line for event in events for line in lines_of_event(event, name)]
+    head = f"torch {start['torch']} \nhardware: {start['hardware']}\n"
+    return read_run(log, source, head, "\n".join([*lines, ""]))
 
 
-def add_point(run: Run, event: dict[str, Any]) -> None:
-    """Adds a loss of training or of val to a Run's curves."""
+def lines_of_event(event: dict[str, Any], name: str) -> list[str]:
+    """An event as a log of ours tells it. name: of the loss on val."""
     kind = event["kind"]
-    curve = run.curves[kind]
-    step = event["step"]
-    run.steps = max(run.steps, step)
-    run.steps_repeat |= bool(curve) and step <= curve[-1].step
-    mean = event.get("mean_loss")
-    curve.append(Point(step, round(1e3 * event["seconds"]) / 1e3, round(event[f"{kind}_loss"], 4),
-                       event.get("tokens"), None if mean is None else round(mean, 4)))
-    if event.get("val_bpb") is not None:
-        run.facts["last_bpb"] = round(event["val_bpb"], 4)
+    ms = round(1e3 * event.get("seconds", 0))
+    if kind == "start":
+        data = event["data"]
+        settings = " ".join([f"{key}:{value}" for key, value in event.get("eval", {}).items()])
+        return [f"data: {data.get('name')} train tokens:{data.get('train_tokens', 0)} in 1 shards, "
+                f"val tokens:{data['val_tokens']}", f"data: val_bytes:{data.get('val_bytes')}",
+                f"data: text fingerprint {data['fingerprint']}", f"eval settings: {settings}",
+                *[f"config {key}={value}" for key, value in event["config"].items()],
+                *[f"sha256 {key}:{digest}" for key, digest in data.get("sha256", {}).items()]]
+    if kind == "setup":
+        return [f"setup:{event['setup_ms']}ms compile:{event['compile_ms']}ms"]
+    if kind == "train":
+        rate = f" tok/s:{event['tokens'] / event['seconds']:.0f}" if event.get("tokens") and ms else ""
+        mean = event.get("mean_loss")
+        more = "" if mean is None else f" mean_loss:{mean:.4f}"
+        return [f"step:{event['step']}/{event.get('steps', 0)} train_loss:{event['train_loss']:.4f} "
+                f"train_time:{ms}ms{rate}{more}"]
+    if kind == "val":
+        return [f"step:{event['step']}/{event['steps']} {name}:{event['val_loss']:.4f}"
+                f"{bpb_text(event, 4)} train_time:{ms}ms"]
+    if kind == "val_part":
+        return [f"val_part step:{event['step']} val_loss:{event['val_loss']:.4f}"]
+    if kind == "stop":
+        return [f"stopping_early: {event['reason']} train_time:{ms}ms step:{event['step']}/0"]
+    if kind == "score":
+        return [f"{event['tag']}{end} {name}:{event['val_loss']:.{digits}f}{bpb_text(event, digits)}"
+                for end, digits in (("", 4), ("_exact", 8))]
+    if kind == "result":
+        core = [] if event["core"] is None else [f"core_metric {event['core']:.6f}"]
+        return [*core, f"        tokens  {event['tokens']}"]
+    return []
+
+
+def bpb_text(event: dict[str, Any], digits: int) -> str:
+    """The bits per byte of an event, if it has them."""
+    return "" if event.get("val_bpb") is None else f" val_bpb:{event['val_bpb']:.{digits}f}"
 
 
 # ------------------------------------------------------------ many runs
