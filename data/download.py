@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import hashlib
 import json
 import os
@@ -524,9 +523,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--force", action="store_true", help="replace a dataset made of other parquet shards")
     args = parser.parse_args(argv)
     if args.source not in known:
-        near = difflib.get_close_matches(args.source, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-        raise Refused(f"unknown source {args.source!r}; {hint}")
+        raise Refused(f"unknown source {args.source!r}; known: {', '.join(known)}")
     if args.train_shards is None:
         args.train_shards = SOURCES[args.source].default_shards if args.source in SOURCES else 0
     if args.train_shards < 0:

@@ -764,17 +764,17 @@ def cut_file(file: Input, hashes: np.ndarray, sizes: np.ndarray, val: Path,
 class Corpus:
     """The distinct documents of a request, those of val before those of train, without val's text in train.
 
-    `files`, val's last or, where documents keep their order, first; `cuts`: of each of them; `hashes`,
-    `sizes`: of all documents in reading order; `starts`: of each file; `order`: indices of the documents
-    that are kept, the `n_val` of val first, each split by ascending hash or as they were read; `unused`: how
-    many of the val files are neither; `counts`: see documents(); `cut_bytes`: text of val left out."""
+    `files`, val's first; `cuts`: of each of them; `hashes`, `sizes`: of all documents in reading order;
+    `starts`: of each file; `order`: indices of the documents that are kept, the `n_val` of val first, each
+    split by ascending hash or as they were read; `unused`: how many of the val files are neither; `counts`:
+    see documents(); `cut_bytes`: text of val left out."""
 
     def __init__(self, request: Request, processes: int) -> None:
         self.keeps_order = request.keeps_order
         self.processes = processes
         self.counts: Counter[str] = Counter()
         val_files = request.val_files or []
-        self.files = val_files + request.files if self.keeps_order else request.files + val_files
+        self.files = val_files + request.files
         self.cuts: list[Cuts] = [{} for _ in self.files]
         self.scan()
         if not val_files:
@@ -850,19 +850,16 @@ class Corpus:
     def choose(self, request: Request) -> np.ndarray:
         """Hashes of val's documents: those of its files, where the order is kept the first ones up to
         `val_bytes`; without files what choose_val() says."""
-        if self.keeps_order:
-            last = self.starts[len(request.val_files or [])]
-            val = int(np.searchsorted(self.sizes[:last].cumsum(), request.val_bytes, "right"))
-            if last and not val:
+        if request.val_files:
+            val = int(self.starts[len(request.val_files)])
+            if self.keeps_order:
+                self.unused = val
+                val = int(np.searchsorted(self.sizes[:val].cumsum(), request.val_bytes, "right"))
+                self.unused -= val
+            if self.unused and not val:
                 raise DataError(f"--val-bytes {request.val_bytes:,} is too little: the first document of val "
                                 f"has {self.sizes[0]:,} bytes")
-            self.unused = int(last) - val
             return self.hashes[:val]
-        if request.val_files:
-            val_hashes = self.hashes[self.starts[len(request.files)]:]
-            if not len(val_hashes):
-                raise DataError("there is no text in the input")
-            return val_hashes
         distinct, first = np.unique(self.hashes, return_index=True)
         if len(first) == 1:
             times = f", {len(self.hashes):,} times" if len(self.hashes) > 1 else ""

@@ -389,7 +389,6 @@ def test_published_files_are_unfit(hub, call, tmp_path, changes, words):
 
 
 @pytest.mark.parametrize("words, options, said", [
-    ([], {"source": "sp1204"}, "did you mean sp1024"), ([], {"source": "climbmx"}, "did you mean climbmix"),
     ([], {"source": "zzz"}, "sp1024, sp8192, gpt2, fineweb-edu, climbmix, gpt2-vocab, core"),
     (["-n", 5], {}, "lists only 4 train shards"), (["-n", -1], {}, "-n"), (["-n", "x"], {}, "'x'"),
     (["--shards", 3], {}, "--shards"),

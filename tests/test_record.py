@@ -1034,4 +1034,5 @@ def test_golf_by_another_tokenizer(version, fits, monkeypatch):
     monkeypatch.setattr(checks, "our_runs", lambda _: both)     # also where a run by the other comes first
     with pytest.raises(checks.Broken, match="train.log: val_tokens is '40000000', in the rules '62021632'"):
         checks.check_data(folder, None)
-    assert checks.MEMBERS.fullmatch("final_model.brot.ptz") and not checks.MEMBERS.fullmatch("final_model.zip")
+    assert checks.MEMBERS.fullmatch("final_model.brot.ptz")
+    assert not checks.MEMBERS.fullmatch("final_model.zip")

@@ -47,7 +47,6 @@ class LeftOut(Exception):
 
 
 class Rule(NamedTuple):
-    heading: str        # public: the tracks' own; strict: ours
     name: str
     function: Callable[[Folder, argparse.Namespace], str | None]
 
@@ -653,27 +652,27 @@ def rerun(folder: Folder, artifact: Path, result: dict[str, Any],
 
 # In the order in which `record check` asks them
 CHECKS = [
-    Rule("public", "finished", check_finished),
-    Rule("public", "score", check_score),
-    Rule("public", "time", check_time),
-    Rule("public", "time cap", check_time_cap),
-    Rule("public", "bytes", check_bytes),
-    Rule("public", "evaluation time", check_eval_time),
-    Rule("public", "data", check_data),
-    Rule("public", "evaluation", check_evaluation),
-    Rule("public", "compile flags", check_flags),
-    Rule("public", "hardware", check_hardware),
-    Rule("public", "leak probe", check_leaks),
-    Rule("strict", "runs", check_runs),
-    Rule("strict", "distinct runs", check_distinct),
-    Rule("strict", "one script", check_source),
-    Rule("strict", "one configuration", check_config),
-    Rule("strict", "numbers of the results", check_results),
-    Rule("strict", "numbers of the submission", check_submission),
-    Rule("strict", "files", check_files),
-    Rule("strict", "README", check_readme),
-    Rule("strict", "readable", check_readable),
-    Rule("strict", "record before", check_before),
-    Rule("strict", "score of the artifact", check_artifact_score),
-    Rule("strict", "rerun of the evaluation", check_rerun),
+    Rule("finished", check_finished),
+    Rule("score", check_score),
+    Rule("time", check_time),
+    Rule("time cap", check_time_cap),
+    Rule("bytes", check_bytes),
+    Rule("evaluation time", check_eval_time),
+    Rule("data", check_data),
+    Rule("evaluation", check_evaluation),
+    Rule("compile flags", check_flags),
+    Rule("hardware", check_hardware),
+    Rule("leak probe", check_leaks),
+    Rule("runs", check_runs),
+    Rule("distinct runs", check_distinct),
+    Rule("one script", check_source),
+    Rule("one configuration", check_config),
+    Rule("numbers of the results", check_results),
+    Rule("numbers of the submission", check_submission),
+    Rule("files", check_files),
+    Rule("README", check_readme),
+    Rule("readable", check_readable),
+    Rule("record before", check_before),
+    Rule("score of the artifact", check_artifact_score),
+    Rule("rerun of the evaluation", check_rerun),
 ]

@@ -524,13 +524,13 @@ def check_picture(folder: Folder, options: argparse.Namespace) -> str:
 
 # In the order in which `record check` asks them
 CHECKS = [
-    Rule("strict", "steps and times", check_steps),
-    Rule("strict", "independent runs", check_independent),
-    Rule("strict", "names", check_names),
-    Rule("strict", "dates", check_dates),
-    Rule("strict", "git commit", check_commit),
-    Rule("strict", "digests", check_digests),
-    Rule("strict", "constants", check_constants),
-    Rule("strict", "plain text", check_text),
-    Rule("strict", "picture", check_picture),
+    Rule("steps and times", check_steps),
+    Rule("independent runs", check_independent),
+    Rule("names", check_names),
+    Rule("dates", check_dates),
+    Rule("git commit", check_commit),
+    Rule("digests", check_digests),
+    Rule("constants", check_constants),
+    Rule("plain text", check_text),
+    Rule("picture", check_picture),
 ]

@@ -168,5 +168,5 @@ def loss_of(found: re.Match) -> tuple[str, str]:
 
 # In the order in which `record check` asks them
 CHECKS = [
-    Rule("strict", "replay", check_replay),
+    Rule("replay", check_replay),
 ]
