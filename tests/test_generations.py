@@ -100,10 +100,9 @@ def test_a_script_by_the_tool_of_an_older_commit(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("by_tool", [False, slow(True)])
-def test_check_finds_the_script_again(by_tool, here, monkeypatch):
+def test_check_finds_the_script_again(by_tool, here):
     """As it is in the commit, or made by the tool of the commit for the preset of the run."""
     first, second = here
-    monkeypatch.setattr(evidence, "our_runs", lambda folder: [])
     cases = [(WHOLE.encode(), "golf", first, True), (WHOLE.encode(), "golf", second, False),
              (b"", "golf", first, False), (WHOLE.encode(), "golf", "0" * 40, None)]
     if by_tool:
@@ -111,8 +110,8 @@ def test_check_finds_the_script_again(by_tool, here, monkeypatch):
                  (of("golf"), "golf_plus", first, False), (of("golf") + b"\n", "golf", first, False),
                  (of("golf"), "golf", "0" * 40, None)]
     for made, preset, commit, fine in cases:
-        folder = SimpleNamespace(script=made, submission={"git_commit": commit}, runs=[None],
-                                 result=lambda run: {"preset": preset})
+        folder = SimpleNamespace(script=made, submission={"git_commit": commit},
+                                 runs=[SimpleNamespace(result={"preset": preset})])
         if fine is False:
             with pytest.raises(checks.Broken, match="has another train_gpt.py than the folder"):
                 evidence.check_commit(folder, None)

@@ -341,9 +341,8 @@ def fake_folder(track, values, times=None, before=None, result=None, **submissio
     made.baseline = []
     made.submission = {"before": before, "systems_change": False} | submission
     made.values = lambda metric: times if metric == "time" else list(values)
-    made.runs = [SimpleNamespace(file=f"{i}", eval={}) for i in range(len(values))]
-    made.result_name = lambda run: "result.json"
-    made.result = lambda run: result or {}
+    made.runs = [SimpleNamespace(file=f"{i}", eval={}, json="result.json", result=result or {})
+                 for i in range(len(values))]
     return made
 
 
@@ -642,10 +641,10 @@ def test_what_was_built_before_the_first_step_is_no_part_of_a_step():
                   tok_per_s=10, stop_reason="iterations", step_ms=pace, resumed=False, process_ms=20_000,
                   setup_ms=0, compile_ms=0)
     end = [SimpleNamespace(kind="val", total=10)]
-    evidence.check_end("a.log", "a.json", end, result, [], built)
+    evidence.check_end(run_of(result), end, [], built)
     for less in (built[:1], built[1:], []):
         with pytest.raises(checks.Broken, match="10 steps took"):
-            evidence.check_end("a.log", "a.json", end, result, [], less)
+            evidence.check_end(run_of(result), end, [], less)
 
 
 @pytest.mark.parametrize("scored", [True, False])
@@ -826,51 +825,48 @@ def test_scripts_of_rules_version_1_are_probed():
 
 
 # ------------------------------------------------------------ single rules, on made-up runs
-def ours_of(monkeypatch, result, **of_run):
-    """A folder of one run."""
-    ours = checks.OurRun(SimpleNamespace(**of_run), "train.log", result, "result.json")
-    for module in (checks, evidence):
-        monkeypatch.setattr(module, "our_runs", lambda _: [ours])
-    return ours
+def run_of(result, **of_run):
+    """A run of a folder of ours."""
+    return SimpleNamespace(file="train.log", json="result.json", result=result, **of_run)
 
 
-def test_core_is_that_of_the_log(monkeypatch):
+def test_core_is_that_of_the_log():
     tasks = {str(i): dict(centered=value) for i, value in enumerate((0.25, 0.26, 0.27))}
     result = dict(config=dict(score_artifact="0"), trained=dict(val_loss=3.1, val_bpb=None), val_loss=3.1,
                   val_bpb=None, core=0.26, core_tasks=tasks)
     finals = [("final_model", 3.1, None), ("final_model_exact", 3.1, None)]
-    ours = ours_of(monkeypatch, result, finals=finals, facts={"core": 0.26})
-    checks.check_final_scores(ours)
+    run = run_of(result, finals=finals, facts={"core": 0.26})
+    checks.check_final_scores(run)
     result["core"] = 0.27
     with pytest.raises(checks.Broken, match="core"):
-        checks.check_final_scores(ours)
-    ours.run.facts["core"] = 0.27
+        checks.check_final_scores(run)
+    run.facts["core"] = 0.27
     with pytest.raises(checks.Broken, match="0.27 is not the mean of its tasks"):
-        checks.check_final_scores(ours)
+        checks.check_final_scores(run)
     del result["core_tasks"]
     with pytest.raises(checks.Broken, match="0.27 is not the mean of its tasks"):
-        checks.check_final_scores(ours)
+        checks.check_final_scores(run)
 
 
-def test_calibration_is_that_of_the_log(monkeypatch):
+def test_calibration_is_that_of_the_log():
     result = dict(steps=1, tokens=2, tok_per_s=3, train_time_ms=4, step_ms=5, bytes_model=6, bytes_total=7,
                   process_ms=8, setup_ms=9, compile_ms=10, bytes_code=11, val_loss=3.0, val_bpb=None,
                   world_size="1", hardware="x", torch="y", peak_memory="z", calibration_ms=12)
     summary = {key: str(value) for key, value in result.items()} | {"score": "val_loss:3.0000"}
-    ours = ours_of(monkeypatch, result, facts=dict(result), summary=summary)
-    checks.check_summary(ours)
+    run = run_of(result, facts=dict(result), summary=summary)
+    checks.check_summary(run)
     del result["calibration_ms"]
     with pytest.raises(checks.Broken, match="calibration_ms"):
-        checks.check_summary(ours)
+        checks.check_summary(run)
 
 
 @pytest.mark.parametrize("resumed, fits", [(False, True), (True, False)])
-def test_seconds_of_evaluation_are_those_of_the_last_process(resumed, fits, monkeypatch, tmp_path):
+def test_seconds_of_evaluation_are_those_of_the_last_process(resumed, fits):
     """11 s of it after 600 s of training, or 601 s after 10 s, which followed 590 s of another process."""
     body = "resume: from step 3 at train_time:590000ms\n" * resumed
     result = dict(process_ms=611_000, setup_ms=0, compile_ms=0, train_time_ms=600_000)
-    ours_of(monkeypatch, result, body=body)
-    folder = SimpleNamespace(track=folders.RULES[folders.NEWEST].tracks["golf"])
+    folder = SimpleNamespace(track=folders.RULES[folders.NEWEST].tracks["golf"],
+                             runs=[run_of(result, body=body)])
     if fits:
         assert "takes less than 600 s" in checks.check_eval_time(folder, None)
     else:
@@ -884,10 +880,10 @@ def test_what_ends_a_run():
     result = dict(config=dict(max_wallclock_seconds="0"), stop_reason="iterations", steps=10, tokens=100,
                   step_ms=dict(p50=100, p95=100, max=100), resumed=False, setup_ms=0, compile_ms=0,
                   train_time_ms=1000, process_ms=2000, tok_per_s=100)
-    evidence.check_end("train.log", "result.json", steps, result, [10])
+    evidence.check_end(run_of(result), steps, [10])
     for stop in ("target", "wallclock_cap", "max_epochs"):
         with pytest.raises(checks.Broken, match=f"stop_reason is '{stop}', with max_wallclock_seconds=0"):
-            evidence.check_end("train.log", "result.json", steps, result | dict(stop_reason=stop), [10])
+            evidence.check_end(run_of(result | dict(stop_reason=stop)), steps, [10])
 
 
 def test_a_run_ends_with_its_epochs():
@@ -897,13 +893,13 @@ def test_a_run_ends_with_its_epochs():
                   tokens=100, step_ms=dict(p50=100, p95=100, max=100), resumed=False, setup_ms=0,
                   compile_ms=0, train_time_ms=1000, process_ms=2000, tok_per_s=100,
                   data=dict(train_tokens=50))
-    evidence.check_end("train.log", "result.json", steps, result, [10])
+    evidence.check_end(run_of(result), steps, [10])
     result["data"]["train_tokens"] = 49
     with pytest.raises(checks.Broken, match="tokens is 100, max_epochs=2 of the text are 98"):
-        evidence.check_end("train.log", "result.json", steps, result, [10])
+        evidence.check_end(run_of(result), steps, [10])
     result["config"]["max_epochs"] = "0"
     with pytest.raises(checks.Broken, match="stop_reason is 'max_epochs', with .* max_epochs=0"):
-        evidence.check_end("train.log", "result.json", steps, result, [10])
+        evidence.check_end(run_of(result), steps, [10])
 
 
 def test_an_artifact_from_elsewhere_has_the_stated_size(monkeypatch, tmp_path):
@@ -914,13 +910,13 @@ def test_an_artifact_from_elsewhere_has_the_stated_size(monkeypatch, tmp_path):
     config = {"score_artifact": "1"}
     lines = "".join(f"config {key}={value}\n" for key, value in config.items()).encode()
     result = dict(config=config, data=dict(sha256={}), bytes_model=100)
-    ours = ours_of(monkeypatch, result, config=config, digests={
+    run = run_of(result, config=config, digests={
         "train_gpt.py": folders.sha256(b""), "config": folders.sha256(lines), "final_model.int8.ptz": digest})
     sealed_log = tmp_path / "train.log"
     sealed_log.write_bytes(b"a line\nlog sha256:%s\n" % folders.sha256(b"a line\n").encode())
-    ours.run.path = sealed_log
-    monkeypatch.setattr(evidence, "artifacts_of", lambda *_: [(ours, artifact)])
-    folder = SimpleNamespace(rules=folders.RULES[folders.NEWEST], script=b"", baseline=[],
+    run.path = sealed_log
+    monkeypatch.setattr(evidence, "artifacts_of", lambda *_: [(run, artifact)])
+    folder = SimpleNamespace(rules=folders.RULES[folders.NEWEST], script=b"", baseline=[], runs=[run],
                              submission=dict(artifact_sha256=digest))
     assert "1 times their own" in evidence.check_digests(folder, None)
     result["bytes_model"] = 50
@@ -942,14 +938,12 @@ def test_an_artifact_from_elsewhere_has_the_stated_size(monkeypatch, tmp_path):
 
 def test_final_scores_of_baseline_logs(monkeypatch, tmp_path):
     """They are those of the last validation, said once."""
-    ours_of(monkeypatch, {})
-    monkeypatch.setattr(evidence, "our_runs", lambda _: [])
     monkeypatch.setattr(evidence, "check_lines", lambda *_: [((0, 0), [])])
     base = SimpleNamespace(
         file="baseline.log", body="final_model_exact val_loss:3.00000000\n", config={}, steps=1,
         value=lambda _: 3.0, finals=[("final_model_exact", 3.0, None)],
         curves={"val": [Point(1, 1.0, 3.0, None)]})
-    folder = SimpleNamespace(baseline=[base])
+    folder = SimpleNamespace(baseline=[base], runs=[])
     evidence.check_steps(folder, None)
     base.finals = [("final_model_exact", 3.06, None)]
     with pytest.raises(checks.Broken, match="is not the score of its last validation"):
@@ -959,8 +953,7 @@ def test_final_scores_of_baseline_logs(monkeypatch, tmp_path):
         evidence.check_steps(folder, None)
 
 
-def test_a_commit_of_another_repository_is_said_to_be_unknown(monkeypatch):
-    ours_of(monkeypatch, {})
+def test_a_commit_of_another_repository_is_said_to_be_unknown():
     folder = SimpleNamespace(submission=dict(git_commit="0" * 40))
     with pytest.raises(checks.LeftOut, match="commit 000000000 is not in this repository"):
         evidence.check_commit(folder, None)
@@ -968,11 +961,10 @@ def test_a_commit_of_another_repository_is_said_to_be_unknown(monkeypatch):
 
 def test_no_constant_is_taken_out(monkeypatch):
     result = dict(config={"seed": "1", "matrix_lr": "0.03"}, preset="tiny", overrides={})
-    ours_of(monkeypatch, result)
     made = {"seed": "1", "matrix_lr": "0.03"}
     monkeypatch.setattr(leak_probe, "configurations", lambda *_: [made])
     options = SimpleNamespace(no_exec=False, seconds=1)
-    folder = SimpleNamespace(path=ROOT)
+    folder = SimpleNamespace(path=ROOT, runs=[run_of(result)])
     assert "are what" in evidence.check_constants(folder, options)
     made["beta1"] = "0.8"
     with pytest.raises(checks.Broken, match="config beta1"):
@@ -1007,15 +999,14 @@ def test_a_folder_that_new_left_behind_is_no_record(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("version, fits", [(3, False), (4, True)])
-def test_golf_by_another_tokenizer(version, fits, monkeypatch):
+def test_golf_by_another_tokenizer(version, fits):
     """golf_plus has 8,192 pieces: another number of val tokens for the same bytes, and another compressor."""
     data = dict(name="fineweb10B_sp8192", fingerprint=None, val_tokens=40_000_000, val_bytes=151_080_363,
                 train_tokens=9, sha256={})
     facts = {"data": data["name"], "fingerprint": "None", "val_tokens": "40000000", "val_bytes": "151080363",
              "train_tokens": "9"}
-    run = SimpleNamespace(facts=facts)
-    monkeypatch.setattr(checks, "our_runs", lambda _: [(run, "train.log", {"data": data}, "result.json")])
-    folder = SimpleNamespace(track=folders.RULES[version].tracks["golf"])
+    folder = SimpleNamespace(track=folders.RULES[version].tracks["golf"],
+                             runs=[run_of({"data": data}, facts=facts)])
     if fits:
         assert "same text" in checks.check_data(folder, None)
         facts["val_bytes"] = data["val_bytes"] = "151080000"
@@ -1028,10 +1019,8 @@ def test_golf_by_another_tokenizer(version, fits, monkeypatch):
         checks.check_data(folder, None)
     if not fits:
         return
-    of_8192 = SimpleNamespace(facts=facts | {"data": "fineweb10B_sp8192"})
-    both = [(of_8192, "other.log", {"data": data | {"name": "fineweb10B_sp8192"}}, "other.json"),
-            (run, "train.log", {"data": data}, "result.json")]
-    monkeypatch.setattr(checks, "our_runs", lambda _: both)     # also where a run by the other comes first
+    other = {"data": "fineweb10B_sp8192"}       # also where a run by the other comes first
+    folder.runs.insert(0, run_of({"data": data | {"name": other["data"]}}, facts=facts | other))
     with pytest.raises(checks.Broken, match="train.log: val_tokens is '40000000', in the rules '62021632'"):
         checks.check_data(folder, None)
     assert checks.MEMBERS.fullmatch("final_model.brot.ptz")

@@ -160,6 +160,8 @@ class Run:
     sizes: set = dataclasses.field(default_factory=set)         # all numbers of bytes
     settings: dict = dataclasses.field(default_factory=dict)    # constants of a foreign log
     after: list = dataclasses.field(default_factory=list)       # [(adapts weights?, seconds)] after training
+    json: str = ""                  # in a record of ours the file name of its result,
+    result: dict = dataclasses.field(default_factory=dict)      # and what that holds
     steps: int = 0
     finished: bool = False
     steps_repeat: bool = False      # a step number came back: resumed, or two runs in one file
