@@ -213,6 +213,13 @@ class Run:
             return self.facts.get("last_bpb")
         return None
 
+    def exact(self, metric: str) -> float | None:
+        """The same with all digits, where there is a result.json that tells it."""
+        if metric == "time" and "train_time_ms" in self.result:
+            return self.result["train_time_ms"] / 1000
+        told = self.result.get(metric)
+        return self.value(metric) if told is None else told
+
     def counted(self, metric: str) -> tuple | None:
         """The one of the final scores that counts; None where the log has none."""
         # a log of ours has two scores; its configuration says which one counts

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from records.judge.runs import Refused, demand, describe, make_folder, show
 from records.judge.scores import name_of_metric, partial_line
 from records.show.board_chart import chart_of, colors_of
-from records.show.board_rows import Item, Row, Section, group_name, rows_of_paths, sections_of
+from records.show.board_rows import Item, Row, Section, group_name, rows_of_paths, samples_of, sections_of
 from records.show.board_style import SCRIPT, STYLE
 from records.show.names import constants_of, differing
 
@@ -56,13 +56,13 @@ class Columns(NamedTuple):
 def number_of(row: Row, name: str) -> float | None:
     """A run's number in a column."""
     if name in SCORES:
-        return row.value(name)
-    return row.run.steps or None if name == "steps" else row.result.get(name)
+        return row.run.exact(name)
+    return row.run.steps or None if name == "steps" else row.run.result.get(name)
 
 
 def words_of(row: Row) -> dict[str, Any]:
     """The columns of a row that hold words."""
-    return {"preset": row.result.get("preset") or row.run.config.get("preset"),
+    return {"preset": row.run.result.get("preset") or row.run.config.get("preset"),
             "hardware": row.run.facts.get("hardware"), "torch": row.run.facts.get("torch")}
 
 
@@ -153,7 +153,7 @@ def constants_part(section: Section) -> str:
     items = [some[0] for some in own.values()][:MOST_COLUMNS]
     items += records[:1] if own else records[:MOST_COLUMNS]
     names_above = [group_name([other.name for other in own.get(item.key, [item])]) for item in items]
-    configs = [item.rows[0].result.get("config") or constants_of(item.runs[0]) for item in items]
+    configs = [item.runs[0].result.get("config") or constants_of(item.runs[0]) for item in items]
     names = [name for name in differing(configs) if name not in ("seed", "run_id")]
     if not names:
         return ""
@@ -171,10 +171,9 @@ def samples_part(sections: list[Section]) -> str:
     """What the models wrote: each run of one's own, and the first run of each record."""
     parts = []
     for item in [item for section in sections for item in section.items]:
-        row = item.rows[0]
-        if row.samples:
-            name = html.escape(f"{item.name}, {row.name}")
-            parts.append(f"<details><summary>{name}</summary><pre>{html.escape(row.samples)}</pre></details>")
+        if told := samples_of(item.rows[0]):
+            name = html.escape(f"{item.name}, {item.rows[0].name}")
+            parts.append(f"<details><summary>{name}</summary><pre>{html.escape(told)}</pre></details>")
     return "\n".join(["<h2>Samples</h2>", *parts]) if parts else ""
 
 

@@ -16,18 +16,12 @@ UNTOLD = (*NEVER_TOLD, "preset", "device")      # overrides that a name leaves o
 class Row(NamedTuple):
     """A run as the page shows it."""
     name: str           # its folder, and its log where the folder holds several
-    run: Run
-    result: dict        # result.json; {} where there is none
-    folder: Path
+    run: Run            # with its result.json, if there is one
     record: bool
-    samples: str
 
-    def value(self, metric: str) -> float | None:
-        """A score or the seconds, with all digits where result.json has them."""
-        if metric == "time" and "train_time_ms" in self.result:
-            return self.result["train_time_ms"] / 1000
-        told = self.result.get(metric)
-        return self.run.value(metric) if told is None else told
+    @property
+    def folder(self) -> Path:
+        return self.run.path.absolute().parent
 
 
 class Item(NamedTuple):
@@ -47,7 +41,7 @@ class Item(NamedTuple):
 
     def mean(self, metric: str) -> float | None:
         """The mean of its runs; None where one lacks it."""
-        values = [row.value(metric) for row in self.rows]
+        values = [row.run.exact(metric) for row in self.rows]
         return None if None in values else describe(values).mean
 
 
@@ -71,12 +65,10 @@ def result_beside(log: Path) -> dict[str, Any]:
         return {}
 
 
-def samples_of(log: Path) -> str:
+def samples_of(row: Row) -> str:
     """What the run's model wrote."""
-    beside = log.with_name("samples.txt")
-    if log.name == "train.log" and beside.is_file():
-        return inputs.read_text(beside, "replace")[:MOST_SAMPLE].rstrip()
-    return ""
+    path = row.folder / "samples.txt"
+    return inputs.read_text(path, "replace")[:MOST_SAMPLE].rstrip() if path.is_file() else ""
 
 
 def is_record(folder: Path) -> bool:
@@ -99,13 +91,12 @@ def rows_of_paths(paths: Sequence[Path | str], say: Callable) -> list[Row]:
             except Refused as error:
                 say(f"left out: {error}")
                 continue
-            result = result_beside(log) if len(found) == 1 else {}
-            home = log.absolute().parent
-            record = is_record(home)
+            record = is_record(log.absolute().parent)
             alone = log.name == "train.log" and not record and len(found) == 1
             for run in found:
-                name = home.name if alone else f"{home.name}/{run.file}"
-                rows.append(Row(name, run, result, home, record, samples_of(log)))
+                run.result = result_beside(log) if len(found) == 1 else {}
+                name = log.absolute().parent.name
+                rows.append(Row(name if alone else f"{name}/{run.file}", run, record))
     demand(rows, f"no run in {', '.join(str(path) for path in paths)}")
     return rows
 
@@ -113,10 +104,10 @@ def rows_of_paths(paths: Sequence[Path | str], say: Callable) -> list[Row]:
 # ------------------------------------------------------------ names
 def own_items(rows: list[Row]) -> list[Item]:
     """Items of one's own runs, with what was asked for below the name."""
-    scripts = [row.result.get("code_sha256", "")[:6] for row in rows]
+    scripts = [row.run.result.get("code_sha256", "")[:6] for row in rows]
     items = []
     for row, script in zip(rows, scripts):
-        overrides = row.result.get("overrides", {})
+        overrides = row.run.result.get("overrides", {})
         asked = " ".join([f"{name}={pair[-1]}" for name, pair in overrides.items() if name not in UNTOLD])
         # what no result.json tells about is of one kind with nothing else
         key = " ".join([track_name(row), script or row.name, asked])
@@ -146,7 +137,7 @@ def record_items(rows: list[Row]) -> list[Item]:
 # ------------------------------------------------------------ sections
 def track_name(row: Row) -> str:
     """The track of a run, or for another project's the folder around its own."""
-    preset = row.result.get("preset") or row.run.config.get("preset")
+    preset = row.run.result.get("preset") or row.run.config.get("preset")
     return track_of(preset) if preset else row.folder.parent.name
 
 
@@ -159,7 +150,7 @@ def metric_of(runs: list[Run]) -> str:
 def title_of(items: list[Item]) -> str:
     """`tiny: all 429,103 val tokens of embedded`"""
     row = items[0].rows[0]
-    text = row.result.get("data", {}).get("name") or row.run.facts.get("data")
+    text = row.run.result.get("data", {}).get("name") or row.run.facts.get("data")
     part = part_of_val(row.run)
     told = f"{part} of {text}" if part and text else part
     return f"{track_name(row)}: {told}" if told else track_name(row)

@@ -238,12 +238,8 @@ class Folder:
             return {}
         return self.runs[0].result.get("companions", {})
 
-    def value(self, run: Run, metric: str) -> float:
-        """A run's number as its result.json has it, with all digits; seconds for time."""
-        return run.result["train_time_ms"] / 1000 if metric == "time" else run.result[metric]
-
     def values(self, metric: str) -> list[float]:
-        return [self.value(run, metric) for run in self.runs]
+        return [run.exact(metric) for run in self.runs]
 
     def hardware(self) -> str:
         return self.runs[0].result["hardware"]
@@ -411,7 +407,7 @@ def result_lines(folder: Folder) -> list[str]:
     lines = [
         f"{metric}: {stats_line(metric, describe(folder.values(metric)))}.  ",
         f"Test: {claim}.  ",
-        f"Exact metric of train.log: `{metric} {show(metric, folder.value(folder.runs[0], metric))}`.  ",
+        f"Exact metric of train.log: `{metric} {show(metric, folder.runs[0].exact(metric))}`.  ",
         f"Training time: {stats_line('time', describe(folder.values('time')))} s."]
     if len(folder.runs) == 1:
         lines += ["", "**A single run: its spread is unknown.**"]
@@ -430,7 +426,7 @@ def run_lines(folder: Folder) -> list[str]:
     resumed = []
     for run in folder.runs:
         result = run.result
-        scores = [show(name, folder.value(run, name)) for name in columns]
+        scores = [show(name, run.exact(name)) for name in columns]
         sizes = [f"{result[name]:,}" for name in ("steps", "tokens", "bytes_total")]
         rows.append([result["seed"], run.path.name, *scores, *sizes])
         if result["resumed"]:

@@ -69,8 +69,8 @@ def demand_one_recipe(run: Run, whole: bool) -> None:
     """Refuses a run of a script with several recipes, unless the whole of it is wanted."""
     recipes = recipes_of(inputs.read_bytes(run.path.parent / "train_gpt.py"))
     demand(whole or len(recipes) < 2, f"run {run.result['run_id']} has a script with {len(recipes)} recipes, "
-           f"and a record shows its own: train it by `./run.sh {run.result['preset']} --script`; --whole makes "
-           "a record of the whole file")
+           f"and a record shows its own: train it by `./run.sh {run.result['preset']} --script`; --whole "
+           "makes a record of the whole file")
 
 
 def excluded_runs(args: argparse.Namespace, opened: list[Run]) -> list[dict[str, Any]]:
