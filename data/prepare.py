@@ -51,7 +51,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -386,19 +386,13 @@ def whole_documents(file: Input, counts: Counter[str]) -> Iterator[str]:
 
 # --- what the input files are --------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Reading:
-    """How text is read where its file does not say: what --encoding and --keep-marks ask for."""
-    encoding: str = ""
-    marks: bool = True
-
-    def encoding_of(self, path: Path, named: bool = True) -> str:
-        """The encoding if a file is not UTF-8, 16 or 32, else "". What the command line names is text."""
-        if not self.encoding:
-            return ""
-        with damaged_is_refused(path):
-            is_text = named or inputs.may_be_text(path)
-            return self.encoding if is_text and inputs.utf8_size(path) is None else ""
+def encoding_for(path: Path, encoding: str, named: bool = True) -> str:
+    """What --encoding says, if a file is not UTF-8, 16 or 32, else "". What a user names is text."""
+    if not encoding:
+        return ""
+    with damaged_is_refused(path):
+        is_text = named or inputs.may_be_text(path)
+        return encoding if is_text and inputs.utf8_size(path) is None else ""
 
 
 @contextlib.contextmanager
@@ -483,20 +477,20 @@ def named_file(path: Path) -> Path:
     return path if path.is_file() else copy_of_pipe(path)
 
 
-def find_file(path: Path, reading: Reading = Reading()) -> Input:
+def find_file(path: Path, encoding: str = "") -> Input:
     """A file that the command line names."""
     path = named_file(path)
-    encoding = reading.encoding_of(path)
+    encoding = encoding_for(path, encoding)
     form = form_of(path, encoding)
     if form not in READERS:
         raise DataError(f"{path}: {form} is not read here; files may be plain, .gz or .xz")
     if form == "text" and is_rows(path, encoding):
         print(f"warning: {path.name} looks like JSON lines, but by its name it is text and read as it is, "
               "braces and all; .jsonl would be read row by row")
-    return Input(path, form, TEXT_PIECE, encoding, reading.marks)
+    return Input(path, form, TEXT_PIECE, encoding)
 
 
-def find_in_folder(folder: Path, reading: Reading = Reading()) -> list[Input]:
+def find_in_folder(folder: Path, encoding: str = "") -> list[Input]:
     """Every file in a folder. What is no text, such as an archive, is left out and named; text in an unknown
     compression is refused."""
     files = []
@@ -506,8 +500,8 @@ def find_in_folder(folder: Path, reading: Reading = Reading()) -> list[Input]:
         if not path.is_file():
             left_out.append(path)       # a link to nowhere, a pipe
             continue
-        encoding = reading.encoding_of(path, named=False)
-        file = Input(path, form_of(path, encoding), TEXT_PIECE, encoding, reading.marks)
+        own = encoding_for(path, encoding, named=False)
+        file = Input(path, form_of(path, own), TEXT_PIECE, own)
         no_rows = (file.kind == "json" and not is_json_text(file)
                    or file.kind == "csv" and not is_csv_text(file))
         if file.kind == "text" or no_rows:
@@ -557,16 +551,16 @@ def distinct(paths: Sequence[Path | str]) -> list[Path]:
     return list(places.values())
 
 
-def find_files(paths: Sequence[Path | str], reading: Reading = Reading()) -> list[Input]:
+def find_files(paths: Sequence[Path | str], encoding: str = "") -> list[Input]:
     """Every input file, those of folders first: so the order of `paths` does not matter where a file is
     given twice."""
     files = []
     for path in sorted(distinct(paths), key=lambda path: not path.is_dir()):
-        files += find_in_folder(path, reading) if path.is_dir() else [find_file(path, reading)]
+        files += find_in_folder(path, encoding) if path.is_dir() else [find_file(path, encoding)]
     return files
 
 
-def find_parquet(paths: Sequence[Path | str], marks: bool = True) -> list[Input]:
+def find_parquet(paths: Sequence[Path | str]) -> list[Input]:
     """Every file in `paths`, and every *.parquet in folders, sorted by name."""
     files = []
     for path in distinct(paths):
@@ -577,7 +571,7 @@ def find_parquet(paths: Sequence[Path | str], marks: bool = True) -> list[Input]
             inside = found
         if not inside:
             raise DataError(f"{path}: no *.parquet in this folder")
-        files += [Input(file, "parquet", marks=marks) for file in inside]
+        files += [Input(file, "parquet") for file in inside]
     return files
 
 
@@ -1378,12 +1372,14 @@ def make_request(args: argparse.Namespace) -> Request:
         raise DataError("--text and --parquet need --name")
     if args.parquet is None and args.val is not None and args.val_bytes is not None:
         raise DataError("--val and --val-bytes go together with --parquet only")
+    encoding = known_encoding(args.encoding)
+
+    def find(paths: Sequence[str]) -> list[Input]:
+        files = find_parquet(paths) if args.text is None else find_files(paths, encoding)
+        return [file._replace(marks=not args.keep_marks) for file in files]
+
     paths = args.text or args.parquet
-    find = partial(find_parquet, marks=not args.keep_marks)
-    val_bytes = PARQUET_VAL_BYTES
-    if args.text is not None:
-        find = partial(find_files, reading=Reading(known_encoding(args.encoding), not args.keep_marks))
-        val_bytes = VAL_BYTES
+    val_bytes = PARQUET_VAL_BYTES if args.text is None else VAL_BYTES
     found = find(paths)
     # a file that is text by one name and rows by another one is read as rows
     files = once(sorted(found, key=lambda file: file.kind == "text"))
