@@ -697,39 +697,27 @@ def say_marks(counts: Counter[str]) -> None:
               "out; --keep-marks keeps them as text")
 
 
-def batches_of(file: Input, cuts: Cuts, hashes: np.ndarray, wanted: np.ndarray,
-               size: int) -> Iterator[tuple[list[int], list[str]]]:
-    """(indices, texts) of those documents of a file that are wanted, by ascending index, about `size` bytes
-    at a time. hashes: of all of its documents; DataError where the texts are others by now."""
+def wanted_documents(file: Input, cuts: Cuts, hashes: np.ndarray,
+                     wanted: np.ndarray) -> Iterator[tuple[int, str]]:
+    """(index, text) of those documents of a file that are wanted, by ascending index. hashes: of all of its
+    documents; DataError where the texts are others by now."""
     is_wanted = np.zeros(len(hashes), bool)
     is_wanted[wanted] = True
-    indices: list[int] = []
-    texts: list[str] = []
-    read = total = 0
+    read = 0
     changed = DataError("the input changed while it was being read")
     for index, text in enumerate(documents(file, Counter(), cuts)):
         if index >= len(hashes) or is_wanted[index] and document_hash(text) != hashes[index]:
             raise changed
-        if not is_wanted[index]:
-            continue
-        indices.append(index)
-        texts.append(text)
-        read += 1
-        total += len(text)
-        if total >= size:
-            yield indices, texts
-            indices = []
-            texts = []
-            total = 0
+        if is_wanted[index]:
+            read += 1
+            yield index, text
     if read < len(wanted):
         raise changed
-    if texts:
-        yield indices, texts
 
 
 def texts_of(file: Input, cuts: Cuts, hashes: np.ndarray, wanted: np.ndarray) -> list[str]:
     """The documents of a file with these ascending indices."""
-    return [text for _, texts in batches_of(file, cuts, hashes, wanted, BATCH_BYTES) for text in texts]
+    return [text for _, text in wanted_documents(file, cuts, hashes, wanted)]
 
 
 @lru_cache(1)
@@ -743,14 +731,14 @@ def cut_file(file: Input, hashes: np.ndarray, sizes: np.ndarray, val: Path,
     of val, other than val's own."""
     cuts = {}
     parts = [([key], [size]) for key, size in zip(hashes, sizes)]
-    for indices, texts in batches_of(file, {}, hashes, np.flatnonzero(~np.isin(hashes, val_hashes)),
-                                     BATCH_BYTES):
-        for index, text, left in zip(indices, texts, load_val(val).left_of(texts)):
-            if left is not None:
-                raw = text.encode()
-                cuts[index] = left
-                parts[index] = ([document_hash(raw[start:stop].decode()) for start, stop in left],
-                                [stop - start for start, stop in left])
+    others = np.flatnonzero(~np.isin(hashes, val_hashes))
+    found, again = itertools.tee(wanted_documents(file, {}, hashes, others))
+    for (index, text), left in zip(found, load_val(val).left_of(text for _, text in again)):
+        if left is not None:
+            raw = text.encode()
+            cuts[index] = left
+            parts[index] = ([document_hash(raw[start:stop].decode()) for start, stop in left],
+                            [stop - start for start, stop in left])
     return (cuts, np.array([key for keys, _ in parts for key in keys], np.uint64),
             np.array([size for _, some in parts for size in some], np.int64))
 
@@ -927,8 +915,8 @@ class Corpus:
     def tokens(self, model: bytes) -> Generator[np.ndarray, None, None]:
         """BOS and tokens, as uint16, of the documents that are kept, as they are read."""
         threads = inputs.usable_cpus() if self.processes == 1 else 1
-        jobs = ((model, texts, threads) for file in self.by_file(np.sort(self.order))
-                for _, texts in batches_of(*file, BATCH_BYTES))
+        texts = (text for file in self.by_file(np.sort(self.order)) for _, text in wanted_documents(*file))
+        jobs = ((model, batch, threads) for batch in overlap.in_batches(texts, BATCH_BYTES))
         with (progress_of("encoding", sum(self.split_bytes())) as progress,
               contextlib.closing(parallel_map(encode_batch, jobs, self.processes)) as results):
             for arrays, size in results:

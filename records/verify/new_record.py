@@ -52,9 +52,11 @@ def check_alike(opened: list[Run]) -> None:
         for key in sorted({*config, *expected}):
             demand(config.get(key) == expected.get(key),
                    f"run {name} has {key}={config.get(key)}, {first['run_id']} has {expected.get(key)}")
-        demand(run.seed_in_lines in (-1, result["seed"]), f"run {name}: its log says seed "
-               f"{run.seed_in_lines}, its result.json {result['seed']}")
     demand_each_seed_once(opened)
+    for run in opened:
+        seed = run.result["seed"]
+        demand(run.seed_in_lines in (-1, seed), f"run {run.result['run_id']}: its log says seed "
+               f"{run.seed_in_lines}, its result.json {seed}")
     demand_samples(opened)
 
 
