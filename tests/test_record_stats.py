@@ -288,7 +288,7 @@ def test_garbage_is_refused_in_one_sentence(tool, tmp_path, monkeypatch, command
 def test_audit_of_the_speedrun_record(tool, speedrun):
     code, out, _ = tool("audit", speedrun.parent)
     assert code == 1
-    assert "3.2772 on the page (time 132.259), 3.2777 in 132.259 s in 00000000-run.txt" in out
+    assert "3.2772 on the page (time 132.259), 00000000-run.txt, 3.2777 in 132.259 s" in out
     assert "lists 8 runs of a script, not its finished run 00000008-run.txt, 3.2768 in 132.286 s" in out
     assert len([line for line in out.splitlines() if line.startswith("    ")]) == 2
 

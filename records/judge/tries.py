@@ -1,10 +1,9 @@
 """A change of a recipe, tried on a proxy: `record try`.
 
-The name of a run says all that the run depends on. A finished run is read, never trained again, so what was
-killed goes on where it stopped. The statistics are in sequential.py.
+A finished run is read, never trained again, so a try that was killed goes on where it stopped. The statistics
+are in sequential.py.
 """
 import csv
-import hashlib
 import io
 import json
 import os
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,23 +65,10 @@ def proxy_command(change: Change, proxy: Proxy) -> str:
     return shlex.join([sys.executable, str(ROOT / PROXIES), *flags])
 
 
-@cache
-def script_facts(path: Path) -> tuple[str, list[str]]:
-    """sha256 of a script that nobody edits, and its constants as they are named in an environment."""
-    text = inputs.read_text(path)
-    constants = re.findall(r"^    (\w+): \w+ = option(?:al)?\(", text, re.M)
-    return sha256(text.encode()), sorted({name.upper() for name in constants} - {"SEED", "RUN_ID"})
-
-
 def run_name(change: Change, proxy: Proxy, seed: int) -> str:
-    """The folder of a run: proxy, seed, and a hash of all else that it depends on."""
-    script, constants = script_facts(change.script)
-    environment = [(name, os.environ[name]) for name in constants if name in os.environ]
-    manifest = Path(proxy.text, "manifest.json")
-    text = sha256(inputs.read_bytes(manifest)) if manifest.exists() else ""
-    rules = sha256(inputs.read_bytes(ROOT / PROXIES))
-    made_of = json.dumps([script, rules, sorted(change.flags.items()), environment, text])
-    digest = hashlib.sha256(made_of.encode()).hexdigest()[:10]
+    """The folder of a run: proxy, a hash of script and flags, and the seed, which no other try has."""
+    made_of = json.dumps([inputs.read_text(change.script), sorted(change.flags.items())])
+    digest = sha256(made_of.encode())[:10]
     return f"proxy_{proxy.preset}_{proxy.width}_{Path(proxy.text).name}_{digest}_seed{seed}"
 
 
