@@ -58,13 +58,6 @@ def decode(raw: bytes, errors: str = "strict") -> str:
     return raw[mark:].decode(name, errors)
 
 
-def print_any_name() -> None:
-    """A name that the terminal lacks letters for, or that is no text, ends no program that prints it."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-
-
 class Outlet(io.FileIO):
     """stdout or stderr of a program that goes on when nobody reads it any more or the disk there is full."""
     def write(self, text: Any) -> int:
@@ -75,8 +68,8 @@ class Outlet(io.FileIO):
 
 
 def steady_output() -> None:
-    """For a program to call first: it neither ends nor complains when `| head` has seen enough, or where >&-
-    closes a stream, whose number the next file would get."""
+    """For a program to call first: it neither ends nor complains when `| head` has seen enough, where >&-
+    closes a stream, whose number the next file would get, or at a name with letters that it cannot show."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         try:

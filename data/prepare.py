@@ -1434,7 +1434,6 @@ def main(argv: list[str] | None = None) -> int:
                         help="holds datasets/ and tokenizers/; default: the folder of this script")
     parser.add_argument("--force", action="store_true", help="replace a finished dataset")
     args = parser.parse_args(argv)
-    inputs.print_any_name()
     try:
         build(make_request(args), args.out, args.force, processes=args.processes)
         return 0

@@ -203,7 +203,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Exit code: 0 done and nothing fails, 1 a rule fails, 2 refused."""
     args = parse(argv)
-    inputs.print_any_name()
     stream = sys.stderr if getattr(args, "json", False) else sys.stdout
 
     def say(*lines: str) -> None:
