@@ -1,7 +1,6 @@
 """data/prepare.py: documents, split, tokenizer, shards, manifest and refusals, on small toy corpora."""
 
 import contextlib
-import gzip
 import hashlib
 import io
 import json
@@ -209,12 +208,9 @@ def read(path, counts=None):
     return [text for file in prepare.find_files([path]) for text in prepare.documents(file, counts)]
 
 
-@pytest.mark.parametrize("suffix, opener", [("", open), (".gz", gzip.open), (".xz", lzma.open)])
-def test_jsonl_and_its_compressions(tmp_path, suffix, opener):
-    path = write_jsonl(tmp_path / f"t.jsonl{suffix}", make_texts(3) + ["\ud800x\udfff", "\U0001F600"], opener)
-    counts = Counter()
-    assert read(path, counts) == make_texts(3) + ["\ufffdx\ufffd", "\U0001F600"]
-    assert counts["surrogates"] == 2
+def test_lone_surrogates_are_replaced(tmp_path):
+    path = write_jsonl(tmp_path / "t.jsonl", ["\ud800x\udfff", "\U0001F600"])
+    assert read(path, counts := Counter()) == ["\ufffdx\ufffd", "\U0001F600"] and counts["surrogates"] == 2
 
 
 def test_text_file_is_cut_at_blank_lines(tmp_path):
