@@ -12,9 +12,9 @@ from typing import Any
 from data import inputs
 from records.judge.runs import RULER, Refused, Run, demand, demand_no_dead_link, demand_samples, remove_folder
 from records.judge.scores import demand_comparable
-from records.show.curves import draw_record
 from records.verify import folders
 from records.verify.checks import ARTIFACT_LIMIT, json_text
+from records.verify.evidence import record_picture
 from records.verify.folders import (
     NEWEST, ROOT, RULES, Folder, best_before, change_text, code_diff, computed, is_plain, open_run, read_json,
     readme_of, records_of, sha256, shared_config, summary_of, track_of)
@@ -164,14 +164,14 @@ def new(args: argparse.Namespace, say: Callable) -> str:
         track=track, rules_version=NEWEST, ai_disclosure=args.ai_disclosure, git_commit=commit,
         systems_change=args.systems_change, artifact_sha256=sha256(inputs.read_bytes(models[0])), before=None,
         code_change="", excluded=excluded)
-    curves = {args.name: opened}
     if before != "none":
         diff = code_diff(*of_one_kind(source_of(earlier[before]), Source(script, commit, first["preset"])))
-        curves = {before: earlier[before].runs} | curves
         (folder / "changes.diff").write_text(diff, encoding="utf-8")
         submission |= {"before": summary_of(before, earlier[before]), "code_change": change_text(diff)}
-    draw_record(curves, folder / "loss.png", f"{first['preset']}: {args.name}")
-    submission["files"] = {path.name: sha256(inputs.read_bytes(path)) for path in sorted(folder.iterdir())}
+    (folder / "submission.json").write_text(json_text(submission), encoding="utf-8")
+    record_picture(Folder(folder), earlier, folder / "loss.png")
+    listed = [path for path in sorted(folder.iterdir()) if path.name != "submission.json"]
+    submission["files"] = {path.name: sha256(inputs.read_bytes(path)) for path in listed}
     # 4. the numbers, from what was copied
     for _ in range(2):
         (folder / "submission.json").write_text(json_text(submission), encoding="utf-8")
