@@ -58,13 +58,6 @@ def decode(raw: bytes, errors: str = "strict") -> str:
     return raw[mark:].decode(name, errors)
 
 
-def print_any_name() -> None:
-    """A name that the terminal lacks letters for, or that is no text, ends no program that prints it."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-
-
 class Outlet(io.FileIO):
     """stdout or stderr of a program that goes on when nobody reads it any more or the disk there is full."""
     def write(self, text: Any) -> int:
@@ -75,8 +68,8 @@ class Outlet(io.FileIO):
 
 
 def steady_output() -> None:
-    """For a program to call first: it neither ends nor complains when `| head` has seen enough, or where >&-
-    closes a stream, whose number the next file would get."""
+    """For a program to call first: it neither ends nor complains when `| head` has seen enough, where >&-
+    closes a stream, whose number the next file would get, or at a name with letters that it cannot show."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         try:
@@ -139,36 +132,6 @@ def compression_of(start: bytes) -> str:
     return next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), "")
 
 
-class Utf8(io.RawIOBase):
-    """A binary stream of text in any encoding, as UTF-8 without a byte order mark. `encoding` is what a text
-    is read in that its first bytes do not show to be UTF-16 or UTF-32."""
-    def __init__(self, stream: BinaryIO, encoding: str = "") -> None:
-        start = stream.read(SNIFFED)
-        name, mark = encoding_of(start)
-        if encoding and (name, mark) == ("utf-8", 0):
-            name = encoding
-        self.stream = stream
-        self.decoder = None if name == "utf-8" else codecs.getincrementaldecoder(name)()
-        self.waiting = self.recode(start[mark:])
-
-    def readable(self) -> bool:
-        return True
-
-    def recode(self, block: bytes, final: bool = False) -> bytes:
-        return self.decoder.decode(block, final).encode() if self.decoder else block
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.waiting:
-            block = self.stream.read(1 << 16)
-            self.waiting = self.recode(block, final=not block)
-            if not block:
-                break
-        part = self.waiting[:len(buffer)]
-        self.waiting = self.waiting[len(part):]
-        buffer[:len(part)] = part
-        return len(part)
-
-
 def unpacked(raw: BinaryIO) -> Any:
     """An open file, at its start -> a binary stream of its bytes, decompressed."""
     kind = compression_of(raw.read(16))
@@ -179,9 +142,17 @@ def unpacked(raw: BinaryIO) -> Any:
 
 
 def text_stream(raw: BinaryIO, encoding: str = "") -> io.BufferedReader:
-    """An open file, at its start -> a binary stream of its text, decompressed, in UTF-8 without a mark; see
-    Utf8. Reading it raises UnicodeDecodeError for damaged UTF-16 and UTF-32, and what is in DAMAGED."""
-    return io.BufferedReader(Utf8(unpacked(raw), encoding), 1 << 20)
+    """An open file, at its start -> a binary stream of its text, decompressed, in UTF-8 without a mark; text
+    in another encoding is held in memory. `encoding` is what a text is read in that its first bytes do not
+    show to be UTF-16 or UTF-32. Raises UnicodeDecodeError for damaged text, reading it what is in DAMAGED."""
+    stream = io.BufferedReader(unpacked(raw), 1 << 20)
+    name, mark = encoding_of(stream.peek(SNIFFED)[:SNIFFED])
+    stream.read(mark)
+    if (name, mark) == ("utf-8", 0):
+        name = encoding or name
+    if name == "utf-8":
+        return stream
+    return io.BufferedReader(io.BytesIO(stream.read().decode(name).encode()))     # type: ignore[arg-type]
 
 
 def utf8_size(path: Path | str, encoding: str = "") -> int | None:

@@ -8,8 +8,10 @@ have too few. A window that proves nothing, and ends no run, is one that a val d
 of dashes, or that COMMON of them hold: a licence, a prompt that all begin with.
 Memory: 12 bytes for each SPACING bytes of val.
 """
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,20 +56,22 @@ def kept_windows(texts: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return hashes[places], index, places - starts[index]
 
 
+def in_batches(texts: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """The texts, about `size` bytes or characters at a time."""
+    total = 0
+
+    def number(text: Any) -> int:
+        nonlocal total
+        total += len(text)
+        return total // size
+
+    for _, batch in itertools.groupby(texts, number):
+        yield list(batch)
+
+
 def batches(texts: Iterable[str]) -> Iterator[list[bytes]]:
     """The texts as UTF-8, about BATCH bytes at a time."""
-    batch = []
-    size = 0
-    for text in texts:
-        raw = text.encode()
-        batch.append(raw)
-        size += len(raw)
-        if size >= BATCH:
-            yield batch
-            batch = []
-            size = 0
-    if batch:
-        yield batch
+    return in_batches((text.encode() for text in texts), BATCH)
 
 
 class ValText:

@@ -102,10 +102,6 @@ class DataError(Exception):
     """The input or the request cannot be used; the message is one sentence for the user."""
 
 
-class TooDeep(DataError):
-    """JSON that is valid, perhaps, but that Python does not read."""
-
-
 class Input(NamedTuple):
     """A file and how it is read."""
     path: Path
@@ -137,50 +133,29 @@ def progress_of(label: str, total: int) -> tqdm:
 # --- documents: a reader takes an open binary file, its path and counts (see documents), and yields texts,
 # --- None for a row whose text is null
 
-# What dumps of text put between documents: anywhere but in quotes,
-PLAIN_MARKS = (b"<|endoftext|>", b"<|end_of_text|>")
-# or alone in a line
-LINE_MARKS = (b"</s>", b"<eos>", b"<|eos|>", b"<EOS>", b"[EOS]")
-ANY_MARK = re.compile(b"|".join(map(re.escape, (*PLAIN_MARKS, *LINE_MARKS))))
-AFTER_MARK = re.compile(rb"[ \t]*(?:\r?\n(?:[ \t]*\r?\n)*)?")
+# What dumps of text put between documents: anywhere but in quotes, or alone in a line; with the blanks around
+# it and the line ends after it
+MARKS = (b"<|endoftext|>", b"<|end_of_text|>", b"</s>", b"<eos>", b"<|eos|>", b"<EOS>", b"[EOS]")
+MARK = re.compile(
+    rb"(?:[ \t]{0,64}(?<![\"'`])<\|end(?:of|_of_)text\|>(?![\"'`])"
+    rb"|^[ \t]*(?:</s>|<eos>|<\|eos\|>|<EOS>|\[EOS\])(?=[ \t]*(?:\r?\n|\Z)))"
+    rb"[ \t]*(?:\r?\n(?:[ \t]*\r?\n)*)?", re.M)
 LONGEST_MARK = 64  # bytes, with blanks around it
-QUOTES = (b'"', b"'", b"`")
-
-
-def find_mark(text: bytes, start: int, far: int) -> tuple[int, int] | None:
-    """(start, stop) of the first mark of a document's end that begins between these places, with the blanks
-    around it and the line ends after it."""
-    for mark in ANY_MARK.finditer(text, start, far + LONGEST_MARK):
-        first = mark.start()
-        after = AFTER_MARK.match(text, mark.end()).end()
-        before = text[max(0, first - LONGEST_MARK):first].rpartition(b"\n")[2]
-        if mark[0] in PLAIN_MARKS:
-            is_mark = before[-1:] not in QUOTES and text[mark.end():mark.end() + 1] not in QUOTES
-        else:
-            is_mark = not before.strip() and (after == len(text) or text[after - 1:after] == b"\n")
-        if is_mark and first <= far:
-            return max(start, first - len(before) + len(before.rstrip(b" \t"))), after
-    return None
 
 
 def has_marks(text: bytes) -> bool:
-    return any(mark in text for mark in (*PLAIN_MARKS, *LINE_MARKS))
+    return any(mark in text for mark in MARKS)
 
 
 def split_at_marks(text: str, counts: Counter[str]) -> Iterator[str]:
     """The documents of a row's text, whose ends may be marked."""
     raw = text.encode()
-    if not has_marks(raw) or not find_mark(raw, 0, len(raw)):
+    parts = MARK.split(raw) if has_marks(raw) else []
+    if len(parts) < 2:
         yield text
         return
-    start = 0
-    while mark := find_mark(raw, start, len(raw)):
-        counts["marks"] += 1
-        if raw[start:mark[0]].strip():
-            yield raw[start:mark[0]].decode()
-        start = mark[1]
-    if raw[start:].strip():
-        yield raw[start:].decode()
+    counts["marks"] += len(parts) - 1
+    yield from [part.decode() for part in parts if part.strip()]
 
 
 def split_pieces(raw: BinaryIO, target: int, marks: bool, counts: Counter[str]
@@ -199,14 +174,14 @@ def split_pieces(raw: BinaryIO, target: int, marks: bool, counts: Counter[str]
             may_have_marks = marks and has_marks(buffer)
         if len(buffer) == start:
             return
-        near = start + target
         far = start + 2 * target
-        mark = find_mark(buffer, start, far) if may_have_marks else None
-        if mark:
-            stop, after = mark
+        mark = MARK.search(buffer, start, far + LONGEST_MARK) if may_have_marks else None
+        if mark and mark.start() <= far:
+            stop, after = mark.span()
             counts["marks"] += 1
         else:
-            stop = after = end_of_piece(buffer, near, far)
+            mark = None
+            stop = after = end_of_piece(buffer, start + target, far)
         if not mark or buffer[start:stop].strip():
             yield line, buffer[start:stop]
         line += buffer.count(b"\n", start, after)
@@ -274,7 +249,6 @@ def text_of(row: Any, counts: Counter[str]) -> str | None:
     return text
 
 
-TOO_DEEP = "has lists or objects nested too deeply to be read: flatten them or leave them out"
 NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError)     # where JSON is no row of text
 
 
@@ -284,8 +258,6 @@ def read_jsonl(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str
         where = f"{file.path}: line {number}"
         try:
             texts = [text_of(row, counts) for row in json_values(line)]
-        except RecursionError:
-            raise TooDeep(f"{where} {TOO_DEEP}") from None
         except UnicodeDecodeError:
             raise not_utf8(file.path, where) from None
         except NO_ROW:
@@ -301,8 +273,6 @@ def read_json(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str 
         rows = JSON.decode(content.decode().removeprefix("\ufeff"))
         rows = [rows] if isinstance(rows, dict) else rows
         texts = [text_of(row, counts) for row in rows]
-    except RecursionError:
-        raise TooDeep(f"{path} {TOO_DEEP}") from None
     except UnicodeDecodeError:
         raise not_utf8(path, str(path)) from None
     except NO_ROW:
@@ -310,36 +280,35 @@ def read_json(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str 
     yield from texts
 
 
-def csv_rows(raw: BinaryIO, encoding: str = "") -> tuple[Any, list[str]]:
-    """(rows as lists, the first of which is the header; place of the column `text` or None) of an open file.
-    The delimiter is the one that sets `text` apart in the first line: a comma, a tab or a semicolon."""
+def csv_rows(raw: BinaryIO, encoding: str = "") -> Any:
+    """The rows of an open table, a dictionary each; None without a column `text` in the first line. The
+    delimiter is the one that sets `text` apart there: a comma, a tab or a semicolon."""
     stream = inputs.text_stream(raw, encoding)
     start = stream.peek()[:1 << 16]
-    first_line = start.decode(errors="replace").partition("\n")[0].removeprefix("\ufeff")
+    first_line = start.decode(errors="replace").partition("\n")[0].removeprefix("\ufeff").strip("\r")
     for delimiter in ",\t;":
         with contextlib.suppress(csv.Error):
-            header = next(csv.reader([first_line.strip("\r")], delimiter=delimiter), [])
-            if "text" in [name.strip() for name in header]:
+            names = [name.strip() for name in next(csv.reader([first_line], delimiter=delimiter), [])]
+            if "text" in names:
                 lines = io.TextIOWrapper(stream, "utf-8", newline="")
-                return csv.reader(lines, delimiter=delimiter, strict=True), header
-    return None, []
+                return csv.DictReader(lines, names, delimiter=delimiter, strict=True)
+    return None
 
 
 def read_csv(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str]:
     """The column `text` of a table whose first line names the columns."""
     path = file.path
-    rows, header = csv_rows(raw, file.encoding)
+    rows = csv_rows(raw, file.encoding)
     if rows is None:
         raise DataError(f"{path} has no column `text` in its first line: name the column of the texts so, or "
                         "name the file .txt to read it as it is")
-    place = [name.strip() for name in header].index("text")
     try:
-        next(rows)
+        next(rows)      # the names
         for row in rows:
-            if row and place >= len(row):
-                raise DataError(f"{path}: line {rows.line_num} has no `text`, which is column {place + 1}")
-            if row:
-                yield row[place]
+            if row["text"] is None:
+                raise DataError(f"{path}: line {rows.line_num} has no `text`, which is column "
+                                f"{rows.fieldnames.index('text') + 1}")
+            yield row["text"]
     except csv.Error as error:
         raise DataError(f"{path}: line {rows.line_num} is not CSV ({error}): mend it, or name the file .txt "
                         "to read it as it is") from None
@@ -359,8 +328,11 @@ def read_python(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[st
 def read_parquet(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str | None]:
     """The column `text`, a few rows at a time."""
     path = file.path
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise DataError("package pyarrow is missing: pip install -r requirements.txt") from None
     try:
         table = pq.ParquetFile(raw, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
         kinds = {field.name: field.type for field in table.schema_arrow}
@@ -383,13 +355,11 @@ NO_ROWS = ("text", "python", "binary")  # kinds whose texts are not split at mar
 Cuts = dict[int, list[tuple[int, int]]]
 
 
-def documents(files: list[Input], counts: Counter[str], cuts: Cuts | None = None) -> Iterator[str]:
-    """The text of every document in `files`, empty ones left out, and of some that the cuts name only parts.
+def documents(file: Input, counts: Counter[str], cuts: Cuts | None = None) -> Iterator[str]:
+    """The text of every document in a file, empty ones left out, and of some that the cuts name only parts.
     `counts`, a Counter, collects `binary` (files skipped), `empty` (rows and files without text),
     `surrogates` (lone ones replaced) and `marks` (of a document's end)."""
-    index = -1
-    for text in whole_documents(files, counts):
-        index += 1
+    for index, text in enumerate(whole_documents(file, counts)):
         if cuts and index in cuts:
             raw = text.encode()
             yield from [raw[start:stop].decode() for start, stop in cuts[index]]
@@ -397,39 +367,32 @@ def documents(files: list[Input], counts: Counter[str], cuts: Cuts | None = None
             yield text
 
 
-def whole_documents(files: list[Input], counts: Counter[str]) -> Iterator[str]:
+def whole_documents(file: Input, counts: Counter[str]) -> Iterator[str]:
     """documents() without cuts."""
-    for file in files:
-        with inputs.open_binary(file.path) as raw:
-            try:
-                for text in READERS[file.kind](raw, file, counts):
-                    if text and file.marks and file.kind not in NO_ROWS:
-                        yield from split_at_marks(text, counts)
-                    elif text:
-                        yield text
-                    elif file.kind != "python":
-                        counts["empty"] += 1
-            except inputs.DAMAGED:
-                raise DataError(f"{file.path}: the compressed data is damaged") from None
-            except UnicodeDecodeError as error:
-                raise DataError(f"{file.path} is not whole {error.encoding.upper()}") from None
+    with inputs.open_binary(file.path) as raw:
+        try:
+            for text in READERS[file.kind](raw, file, counts):
+                if text and file.marks and file.kind not in NO_ROWS:
+                    yield from split_at_marks(text, counts)
+                elif text:
+                    yield text
+                elif file.kind != "python":
+                    counts["empty"] += 1
+        except inputs.DAMAGED:
+            raise DataError(f"{file.path}: the compressed data is damaged") from None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file.path} is not whole {error.encoding.upper()}") from None
 
 
 # --- what the input files are --------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Reading:
-    """How text is read where its file does not say: what --encoding and --keep-marks ask for."""
-    encoding: str = ""
-    marks: bool = True
-
-    def encoding_of(self, path: Path, named: bool = True) -> str:
-        """The encoding if a file is not UTF-8, 16 or 32, else "". What the command line names is text."""
-        if not self.encoding:
-            return ""
-        with damaged_is_refused(path):
-            is_text = named or inputs.may_be_text(path)
-            return self.encoding if is_text and inputs.utf8_size(path) is None else ""
+def encoding_for(path: Path, encoding: str, named: bool = True) -> str:
+    """What --encoding says, if a file is not UTF-8, 16 or 32, else "". What a user names is text."""
+    if not encoding:
+        return ""
+    with damaged_is_refused(path):
+        is_text = named or inputs.may_be_text(path)
+        return encoding if is_text and inputs.utf8_size(path) is None else ""
 
 
 @contextlib.contextmanager
@@ -482,22 +445,19 @@ def is_rows(path: Path, encoding: str) -> bool:
 
 
 def is_json_text(file: Input) -> bool:
-    """Does a .json file hold texts, and nothing else? Raises TooDeep."""
-    with inputs.open_binary(file.path) as raw:
-        try:
-            for _ in read_json(raw, file, Counter()):
-                pass
-        except TooDeep:
-            raise
-        except (DataError, UnicodeDecodeError, *inputs.DAMAGED):
-            return False
-    return True
+    """Does a .json file hold texts, and nothing else?"""
+    with (inputs.open_binary(file.path) as raw,
+          contextlib.suppress(DataError, UnicodeDecodeError, *inputs.DAMAGED)):
+        for _ in read_json(raw, file, Counter()):
+            pass
+        return True
+    return False
 
 
 def is_csv_text(file: Input) -> bool:
     """Does a .csv or .tsv file have a column `text`?"""
     with inputs.open_binary(file.path) as raw, contextlib.suppress(*inputs.DAMAGED, UnicodeDecodeError):
-        return csv_rows(raw, file.encoding)[0] is not None
+        return csv_rows(raw, file.encoding) is not None
     return False
 
 
@@ -517,20 +477,20 @@ def named_file(path: Path) -> Path:
     return path if path.is_file() else copy_of_pipe(path)
 
 
-def find_file(path: Path, reading: Reading = Reading()) -> Input:
+def find_file(path: Path, encoding: str = "") -> Input:
     """A file that the command line names."""
     path = named_file(path)
-    encoding = reading.encoding_of(path)
+    encoding = encoding_for(path, encoding)
     form = form_of(path, encoding)
     if form not in READERS:
         raise DataError(f"{path}: {form} is not read here; files may be plain, .gz or .xz")
     if form == "text" and is_rows(path, encoding):
         print(f"warning: {path.name} looks like JSON lines, but by its name it is text and read as it is, "
               "braces and all; .jsonl would be read row by row")
-    return Input(path, form, TEXT_PIECE, encoding, reading.marks)
+    return Input(path, form, TEXT_PIECE, encoding)
 
 
-def find_in_folder(folder: Path, reading: Reading = Reading()) -> list[Input]:
+def find_in_folder(folder: Path, encoding: str = "") -> list[Input]:
     """Every file in a folder. What is no text, such as an archive, is left out and named; text in an unknown
     compression is refused."""
     files = []
@@ -540,8 +500,8 @@ def find_in_folder(folder: Path, reading: Reading = Reading()) -> list[Input]:
         if not path.is_file():
             left_out.append(path)       # a link to nowhere, a pipe
             continue
-        encoding = reading.encoding_of(path, named=False)
-        file = Input(path, form_of(path, encoding), TEXT_PIECE, encoding, reading.marks)
+        own = encoding_for(path, encoding, named=False)
+        file = Input(path, form_of(path, own), TEXT_PIECE, own)
         no_rows = (file.kind == "json" and not is_json_text(file)
                    or file.kind == "csv" and not is_csv_text(file))
         if file.kind == "text" or no_rows:
@@ -591,18 +551,16 @@ def distinct(paths: Sequence[Path | str]) -> list[Path]:
     return list(places.values())
 
 
-def find_files(paths: Sequence[Path | str], reading: Reading = Reading()) -> list[Input]:
+def find_files(paths: Sequence[Path | str], encoding: str = "") -> list[Input]:
     """Every input file, those of folders first: so the order of `paths` does not matter where a file is
     given twice."""
     files = []
     for path in sorted(distinct(paths), key=lambda path: not path.is_dir()):
-        files += find_in_folder(path, reading) if path.is_dir() else [find_file(path, reading)]
-    if any(file.kind == "parquet" for file in files):
-        need_pyarrow()
+        files += find_in_folder(path, encoding) if path.is_dir() else [find_file(path, encoding)]
     return files
 
 
-def find_parquet(paths: Sequence[Path | str], marks: bool = True) -> list[Input]:
+def find_parquet(paths: Sequence[Path | str]) -> list[Input]:
     """Every file in `paths`, and every *.parquet in folders, sorted by name."""
     files = []
     for path in distinct(paths):
@@ -613,7 +571,7 @@ def find_parquet(paths: Sequence[Path | str], marks: bool = True) -> list[Input]
             inside = found
         if not inside:
             raise DataError(f"{path}: no *.parquet in this folder")
-        files += [Input(file, "parquet", marks=marks) for file in inside]
+        files += [Input(file, "parquet") for file in inside]
     return files
 
 
@@ -636,13 +594,6 @@ def once(files: list[Input], taken: Sequence[Input] = ()) -> list[Input]:
             alike.append((file, False))
             kept.append(file)
     return kept
-
-
-def need_pyarrow() -> None:
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError:
-        raise DataError("package pyarrow is missing: pip install -r requirements.txt") from None
 
 
 def embedded_files(packages: Sequence[str] = PACKAGES) -> tuple[list[Input], list[str]]:
@@ -690,20 +641,15 @@ def text_fingerprint(val_hashes: np.ndarray, train_hashes: np.ndarray) -> str:
                           + b"train" + train_hashes.astype("<u8").tobytes()).hexdigest()
 
 
-def hash_documents(files: list[Input], counts: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Hash (uint64) and UTF-8 bytes (int64) of every document in reading order."""
+def hash_documents(file: Input) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
+    """Hash (uint64) and UTF-8 bytes (int64) of every document of a file in reading order, and its counts."""
+    counts: Counter[str] = Counter()
     hashes = array("Q")
     sizes = array("q")
-    for text in documents(files, counts):
+    for text in documents(file, counts):
         hashes.append(document_hash(text))
         sizes.append(len(text.encode()))
-    return np.array(hashes, np.uint64), np.array(sizes, np.int64)
-
-
-def hash_file(file: Input) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
-    """What hash_documents gives of a file, and its counts."""
-    counts = Counter()
-    return *hash_documents([file], counts), counts
+    return np.array(hashes, np.uint64), np.array(sizes, np.int64), counts
 
 
 def warn_of_val(sizes: np.ndarray) -> None:
@@ -751,39 +697,27 @@ def say_marks(counts: Counter[str]) -> None:
               "out; --keep-marks keeps them as text")
 
 
-def batches_of(file: Input, cuts: Cuts, hashes: np.ndarray, wanted: np.ndarray,
-               size: int) -> Iterator[tuple[list[int], list[str]]]:
-    """(indices, texts) of those documents of a file that are wanted, by ascending index, about `size` bytes
-    at a time. hashes: of all of its documents; DataError where the texts are others by now."""
+def wanted_documents(file: Input, cuts: Cuts, hashes: np.ndarray,
+                     wanted: np.ndarray) -> Iterator[tuple[int, str]]:
+    """(index, text) of those documents of a file that are wanted, by ascending index. hashes: of all of its
+    documents; DataError where the texts are others by now."""
     is_wanted = np.zeros(len(hashes), bool)
     is_wanted[wanted] = True
-    indices: list[int] = []
-    texts: list[str] = []
-    read = total = 0
+    read = 0
     changed = DataError("the input changed while it was being read")
-    for index, text in enumerate(documents([file], Counter(), cuts)):
+    for index, text in enumerate(documents(file, Counter(), cuts)):
         if index >= len(hashes) or is_wanted[index] and document_hash(text) != hashes[index]:
             raise changed
-        if not is_wanted[index]:
-            continue
-        indices.append(index)
-        texts.append(text)
-        read += 1
-        total += len(text)
-        if total >= size:
-            yield indices, texts
-            indices = []
-            texts = []
-            total = 0
+        if is_wanted[index]:
+            read += 1
+            yield index, text
     if read < len(wanted):
         raise changed
-    if texts:
-        yield indices, texts
 
 
 def texts_of(file: Input, cuts: Cuts, hashes: np.ndarray, wanted: np.ndarray) -> list[str]:
     """The documents of a file with these ascending indices."""
-    return [text for _, texts in batches_of(file, cuts, hashes, wanted, BATCH_BYTES) for text in texts]
+    return [text for _, text in wanted_documents(file, cuts, hashes, wanted)]
 
 
 @lru_cache(1)
@@ -797,14 +731,14 @@ def cut_file(file: Input, hashes: np.ndarray, sizes: np.ndarray, val: Path,
     of val, other than val's own."""
     cuts = {}
     parts = [([key], [size]) for key, size in zip(hashes, sizes)]
-    for indices, texts in batches_of(file, {}, hashes, np.flatnonzero(~np.isin(hashes, val_hashes)),
-                                     BATCH_BYTES):
-        for index, text, left in zip(indices, texts, load_val(val).left_of(texts)):
-            if left is not None:
-                raw = text.encode()
-                cuts[index] = left
-                parts[index] = ([document_hash(raw[start:stop].decode()) for start, stop in left],
-                                [stop - start for start, stop in left])
+    others = np.flatnonzero(~np.isin(hashes, val_hashes))
+    found, again = itertools.tee(wanted_documents(file, {}, hashes, others))
+    for (index, text), left in zip(found, load_val(val).left_of(text for _, text in again)):
+        if left is not None:
+            raw = text.encode()
+            cuts[index] = left
+            parts[index] = ([document_hash(raw[start:stop].decode()) for start, stop in left],
+                            [stop - start for start, stop in left])
     return (cuts, np.array([key for keys, _ in parts for key in keys], np.uint64),
             np.array([size for _, some in parts for size in some], np.int64))
 
@@ -812,17 +746,17 @@ def cut_file(file: Input, hashes: np.ndarray, sizes: np.ndarray, val: Path,
 class Corpus:
     """The distinct documents of a request, those of val before those of train, without val's text in train.
 
-    `files`, val's last or, where documents keep their order, first; `cuts`: of each of them; `hashes`,
-    `sizes`: of all documents in reading order; `starts`: of each file; `order`: indices of the documents
-    that are kept, the `n_val` of val first, each split by ascending hash or as they were read; `unused`: how
-    many of the val files are neither; `counts`: see documents(); `cut_bytes`: text of val left out."""
+    `files`, val's first; `cuts`: of each of them; `hashes`, `sizes`: of all documents in reading order;
+    `starts`: of each file; `order`: indices of the documents that are kept, the `n_val` of val first, each
+    split by ascending hash or as they were read; `unused`: how many of the val files are neither; `counts`:
+    see documents(); `cut_bytes`: text of val left out."""
 
     def __init__(self, request: Request, processes: int) -> None:
         self.keeps_order = request.keeps_order
         self.processes = processes
         self.counts: Counter[str] = Counter()
         val_files = request.val_files or []
-        self.files = val_files + request.files if self.keeps_order else request.files + val_files
+        self.files = val_files + request.files
         self.cuts: list[Cuts] = [{} for _ in self.files]
         self.scan()
         if not val_files:
@@ -845,7 +779,8 @@ class Corpus:
         """Hashes and sizes of all documents. DataError if there are none."""
         found = []
         self.counts.clear()
-        for hashes, sizes, counts in self.map_files(hash_file, [(file,) for file in self.files], "reading"):
+        jobs = [(file,) for file in self.files]
+        for hashes, sizes, counts in self.map_files(hash_documents, jobs, "reading"):
             found.append((hashes, sizes))
             self.counts += counts
         self.join(found)
@@ -897,19 +832,16 @@ class Corpus:
     def choose(self, request: Request) -> np.ndarray:
         """Hashes of val's documents: those of its files, where the order is kept the first ones up to
         `val_bytes`; without files what choose_val() says."""
-        if self.keeps_order:
-            last = self.starts[len(request.val_files or [])]
-            val = int(np.searchsorted(self.sizes[:last].cumsum(), request.val_bytes, "right"))
-            if last and not val:
+        if request.val_files:
+            val = int(self.starts[len(request.val_files)])
+            if self.keeps_order:
+                self.unused = val
+                val = int(np.searchsorted(self.sizes[:val].cumsum(), request.val_bytes, "right"))
+                self.unused -= val
+            if self.unused and not val:
                 raise DataError(f"--val-bytes {request.val_bytes:,} is too little: the first document of val "
                                 f"has {self.sizes[0]:,} bytes")
-            self.unused = int(last) - val
             return self.hashes[:val]
-        if request.val_files:
-            val_hashes = self.hashes[self.starts[len(request.files)]:]
-            if not len(val_hashes):
-                raise DataError("there is no text in the input")
-            return val_hashes
         distinct, first = np.unique(self.hashes, return_index=True)
         if len(first) == 1:
             times = f", {len(self.hashes):,} times" if len(self.hashes) > 1 else ""
@@ -983,8 +915,8 @@ class Corpus:
     def tokens(self, model: bytes) -> Generator[np.ndarray, None, None]:
         """BOS and tokens, as uint16, of the documents that are kept, as they are read."""
         threads = inputs.usable_cpus() if self.processes == 1 else 1
-        jobs = ((model, texts, threads) for file in self.by_file(np.sort(self.order))
-                for _, texts in batches_of(*file, BATCH_BYTES))
+        texts = (text for file in self.by_file(np.sort(self.order)) for _, text in wanted_documents(*file))
+        jobs = ((model, batch, threads) for batch in overlap.in_batches(texts, BATCH_BYTES))
         with (progress_of("encoding", sum(self.split_bytes())) as progress,
               contextlib.closing(parallel_map(encode_batch, jobs, self.processes)) as results):
             for arrays, size in results:
@@ -1167,41 +1099,40 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def in_shards(token_arrays: Iterable[np.ndarray], shard_tokens: int) -> Iterator[tuple[int, np.ndarray]]:
+    """(number of its shard, tokens) of each document, or of the parts of one that is longer than a shard. A
+    document that does not fit into the open shard starts the next one."""
+    number = 0
+    count = 0
+    for tokens in token_arrays:
+        if count + min(len(tokens), shard_tokens) > shard_tokens:
+            number += 1
+            count = 0
+        while len(tokens):
+            part = tokens[:shard_tokens - count]
+            tokens = tokens[len(part):]
+            yield number, part
+            count += len(part)
+            if len(tokens):
+                number += 1
+                count = 0
+
+
 def write_shards(folder: Path, name: str, split: str, token_arrays: Iterable[np.ndarray],
                  shard_tokens: int = SHARD_TOKENS) -> list[dict[str, Any]]:
-    """Write uint16 arrays, one per document, as numbered shards -> manifest entries. A document that does
-    not fit into the open shard starts the next one; only a document longer than a shard is split."""
+    """Write uint16 arrays, one per document, as numbered shards -> manifest entries."""
     entries: list[dict[str, Any]] = []
-    shard: Any = None
-    count = 0
-
-    def close() -> None:
-        shard.seek(0)
-        shard.write(np.array([20240520, 1, count], "<i4").tobytes())  # magic, version; the rest is 0
-        shard.close()
-        path = Path(shard.name)
+    for number, parts in itertools.groupby(in_shards(token_arrays, shard_tokens), lambda part: part[0]):
+        path = folder / f"{name}_{split}_{number:06d}.bin"
+        count = 0
+        with open(path, "wb") as shard:
+            shard.write(bytes(1024))
+            for _, tokens in parts:
+                shard.write(tokens.astype("<u2").tobytes())
+                count += len(tokens)
+            shard.seek(0)
+            shard.write(np.array([20240520, 1, count], "<i4").tobytes())  # magic, version; the rest is 0
         entries.append({"path": path.name, "split": split, "tokens": count, "sha256": file_sha256(path)})
-
-    try:
-        for tokens in token_arrays:
-            while len(tokens):
-                room = shard_tokens - count if shard else 0
-                if room == 0 or room < min(len(tokens), shard_tokens):
-                    if shard:
-                        close()
-                    shard = open(folder / f"{name}_{split}_{len(entries):06d}.bin", "wb")
-                    shard.write(bytes(1024))
-                    count = 0
-                    room = shard_tokens
-                part = tokens[:room]
-                tokens = tokens[room:]
-                shard.write(part.astype("<u2").tobytes())
-                count += len(part)
-        if shard:
-            close()
-    finally:
-        if shard:
-            shard.close()
     return entries
 
 
@@ -1417,48 +1348,52 @@ def source_names(paths: Sequence[str]) -> list[str]:
                    for path in distinct(paths)])
 
 
-def check_request(args: argparse.Namespace) -> None:
-    """DataError for what can be refused before anything is read."""
-    request = Request(args.name or "embedded", [], [], args.vocab_size,
-                      VAL_BYTES if args.val_bytes is None else args.val_bytes)
-    places = layout(request, args.out)
-    if args.force or not places.folder.exists():
-        check_places(places)
-
-
 def make_request(args: argparse.Namespace) -> Request:
     """The Request of a command line."""
     if args.encoding and args.text is None:
         raise DataError("--encoding goes with --text")
-    if args.keep_marks and args.text is None and args.parquet is None:
-        raise DataError("--keep-marks goes with --text or --parquet")
-    if args.parquet is not None:
-        return parquet_request(args)
-    if args.text is None:
-        if args.val is not None:
-            raise DataError("--val goes with --text or --parquet")
-        files, source = embedded_files()
-        lines = inputs.read_text(REQUIREMENTS).splitlines() if REQUIREMENTS.exists() else []
-        pins = [line.strip() for line in lines if line.split("==")[0] in PACKAGES]
-        if set(pins) != set(source):
-            print(f"installed {' '.join(source)} but requirements.txt pins {' '.join(pins) or 'none'}: "
-                  "the records were made with other text")
-        val_bytes = VAL_BYTES if args.val_bytes is None else args.val_bytes
-        return Request(args.name or "embedded", source, files, args.vocab_size, val_bytes, frozen=True)
+    if args.text is None and args.parquet is None:
+        if args.val is not None or args.keep_marks:
+            raise DataError("--val and --keep-marks go with --text or --parquet")
+        return embedded_request(args)
     if args.name is None:
-        raise DataError("--text needs --name")
-    if args.val is not None and args.val_bytes is not None:
+        raise DataError("--text and --parquet need --name")
+    if args.parquet is None and args.val is not None and args.val_bytes is not None:
         raise DataError("--val and --val-bytes go together with --parquet only")
-    reading = Reading(known_encoding(args.encoding), not args.keep_marks)
-    val_files = None if args.val is None else once(find_files([args.val], reading))
-    found = find_files(args.text, reading)
+    encoding = known_encoding(args.encoding)
+
+    def find(paths: Sequence[str]) -> list[Input]:
+        files = find_parquet(paths) if args.text is None else find_files(paths, encoding)
+        return [file._replace(marks=not args.keep_marks) for file in files]
+
+    paths = args.text or args.parquet
+    val_bytes = PARQUET_VAL_BYTES if args.text is None else VAL_BYTES
+    found = find(paths)
     # a file that is text by one name and rows by another one is read as rows
-    files = once(sorted(found, key=lambda file: file.kind == "text"), val_files or ())
-    if found and not files:
-        raise DataError("all of the text is val's as well, which would leave nothing for train")
-    return Request(args.name, source_names(args.text), files, args.vocab_size,
-                   VAL_BYTES if args.val_bytes is None else args.val_bytes, val_files,
-                   repeated=len(args.text) - len(distinct(args.text)) + len(found) - len(files))
+    files = once(sorted(found, key=lambda file: file.kind == "text"))
+    repeated = len(paths) - len(distinct(paths)) + len(found) - len(files)
+    val_files = once(find([args.val])) if args.val is not None else []
+    if args.parquet is not None and args.val is None:
+        val_files = [files.pop()]
+    others = once(files, val_files)
+    if found and not others:
+        raise DataError("all of the text is val's as well, which would leave nothing for train: give more, "
+                        "or files with --text, of whose documents a tenth is val")
+    return Request(args.name, source_names(paths), others, args.vocab_size,
+                   val_bytes if args.val_bytes is None else args.val_bytes, val_files or None,
+                   repeated + len(files) - len(others), keeps_order=args.parquet is not None)
+
+
+def embedded_request(args: argparse.Namespace) -> Request:
+    """The Request of the embedded corpus."""
+    files, source = embedded_files()
+    lines = inputs.read_text(REQUIREMENTS).splitlines() if REQUIREMENTS.exists() else []
+    pins = [line.strip() for line in lines if line.split("==")[0] in PACKAGES]
+    if set(pins) != set(source):
+        print(f"installed {' '.join(source)} but requirements.txt pins {' '.join(pins) or 'none'}: "
+              "the records were made with other text")
+    val_bytes = VAL_BYTES if args.val_bytes is None else args.val_bytes
+    return Request(args.name or "embedded", source, files, args.vocab_size, val_bytes, frozen=True)
 
 
 def known_encoding(name: str) -> str:
@@ -1469,26 +1404,6 @@ def known_encoding(name: str) -> str:
     except (LookupError, ValueError):
         raise DataError(f"--encoding {name!r} is not known; among others latin-1, cp1252, cp1251, gb18030, "
                         "shift_jis are") from None
-
-
-def parquet_request(args: argparse.Namespace) -> Request:
-    """The Request of a command line with --parquet; without --val the last file is val."""
-    if args.name is None:
-        raise DataError("--parquet needs --name")
-    need_pyarrow()
-    found = find_parquet(args.parquet, not args.keep_marks)
-    files = once(found)
-    val_files = files[-1:] if args.val is None else once(find_parquet([args.val], not args.keep_marks))
-    repeated = len(args.parquet) - len(distinct(args.parquet)) + len(found) - len(files)
-    if args.val is not None:
-        repeated += len(files) - len(once(files, val_files))
-    files = once(files, val_files)
-    if not files:
-        raise DataError("the only parquet file is val, which leaves none for train: give more files, or the "
-                        "one with --text, which makes a tenth of its documents val")
-    return Request(args.name, source_names(args.parquet), files, args.vocab_size,
-                   PARQUET_VAL_BYTES if args.val_bytes is None else args.val_bytes, val_files, repeated,
-                   keeps_order=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1519,11 +1434,7 @@ def main(argv: list[str] | None = None) -> int:
                         help="holds datasets/ and tokenizers/; default: the folder of this script")
     parser.add_argument("--force", action="store_true", help="replace a finished dataset")
     args = parser.parse_args(argv)
-    inputs.print_any_name()
     try:
-        if args.processes < 0:
-            raise DataError(f"--processes {args.processes} is negative")
-        check_request(args)
         build(make_request(args), args.out, args.force, processes=args.processes)
         return 0
     except DataError as error:

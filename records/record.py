@@ -31,7 +31,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 try:
     import numpy  # noqa: F401
@@ -55,140 +55,14 @@ from records.verify.checks import DAMAGE  # noqa: E402
 from records.verify.folders import Altered, Folder  # noqa: E402
 from records.verify.new_record import new  # noqa: E402
 
-COMMANDS = {"new": new, "stats": trials.stats, "compare": trials.compare, "try": tries.try_change,
-            "plot": curves.plot, "export": export}
+class Command(NamedTuple):
+    """One word of the command line."""
+    run: Callable[..., Any]     # (options, say) -> exit code, or a result, for --json
+    told: str                   # what it does, for --help
+    options: list[tuple[str, dict[str, Any]]]
 
 
-Option = tuple[str, dict[str, Any]]
-Add = Callable[..., None]       # (name of a command, what it does, its options)
-
-
-def option(flags: str, told: str, **settings: Any) -> Option:
-    """An option, or a path, of a command, with its line in --help."""
-    return flags, {"help": told, **settings}
-
-
-def text(flag: str, told: str, default: str = "") -> Option:
-    return option(flag, told, default=default, metavar="TEXT")
-
-
-def switch(flag: str, told: str) -> Option:
-    return option(flag, told, action="store_true")
-
-
-def number(flag: str, told: str, default: float, kind: type = int) -> Option:
-    return option(flag, f"{told} (default {default})", default=default, type=kind, metavar="N")
-
-
-AS_JSON = switch("--json", "print the result as JSON, everything else to stderr")
-METRIC = option("--metric", "which score; without it val_bpb, where all runs have it, else val_loss",
-                choices=DIGITS)
-COUNT = number("-n", "runs of each side or setting, each with a seed of its own", 5)
-SEED = number("--seed", "seed of the first run; the next have the next ones", 1337)
-PATHS = option("paths", "run folders, record folders, logs, or folders of these", nargs="+", metavar="PATH")
-PRESET = option("--preset", "the recipe (default speedrun_plus)", default="speedrun_plus")
-WORKERS = number("--workers", "how many runs at a time; 0: one on a GPU, else one for each core", 0)
-
-
-def add_records(add: Add) -> None:
-    """Commands that make and check records."""
-    add("new", "Makes a record folder from finished run folders.",
-        option("runs", "run folders, or their names under logs/", nargs="+", metavar="RUN"),
-        option("--name", "name of the record, which ends that of its folder", required=True),
-        text("--author", "who made it"),
-        text("--github-id", "the author's name on GitHub"),
-        text("--blurb", "a sentence on what it changes; it begins the record's page"),
-        text("--ai-disclosure", "what an AI helped with"),
-        option("--exclude", "RUN=reason: a finished run of the same code and constants that is left out; "
-               "once for each", action="append", default=[], metavar="RUN=reason"),
-        text("--before", "the record to compare with (default: the best on such a machine); none: the first"),
-        option("--baseline", "a run of the record before on this machine; once for each", action="append",
-               default=[], metavar="RUN"),
-        text("--into", "folder of the track folders (default records/)"),
-        switch("--systems-change", "only the speed changed: the test against the target is waived"),
-        switch("--whole", "take a script with several recipes"))
-    add("check", "Recomputes whatever a record folder claims. Runs its code unless --no-exec is given.",
-        option("folder", "a record folder", metavar="FOLDER"),
-        switch("--rerun-eval", "score its artifacts again"),
-        switch("--no-exec", "run no code of the folder"),
-        option("--artifact", "an artifact that is too large for the folder; once for each", action="append",
-               default=[], metavar="PATH"),
-        switch("--verbose", "a line for each rule, not only for those that fail"),
-        option("--replay", "train the first N steps again and compare the losses", type=int, default=0,
-               metavar="N"),
-        option("--seed", "with --replay: the run of this seed, not train.log's", type=int, metavar="K"),
-        # golf at its own size: 195 on 2 cores
-        number("--seconds", "limit for the folder's code, in seconds", 600, float))
-    add("audit", "Checks a tree of record folders, other projects' too, each against its own files.",
-        option("folder", "a folder of record folders", metavar="DIR"))
-    add("board", "Rewrites the leaderboards of records/README.md, or with --html writes a page of runs.",
-        option("paths", "with --html: what the page shows (default logs and records)", nargs="*",
-               metavar="PATH"),
-        switch("--html", "write one HTML page of all runs and records"),
-        option("--out", "the page (default board.html)", default="board.html", metavar="FILE"))
-
-
-def add_comparisons(add: Add) -> None:
-    """Commands that compare runs, and those that train them first."""
-    add("stats", "n, mean, std and tests of runs, records and logs of other projects.",
-        PATHS, AS_JSON, METRIC,
-        option("--target", "test whether the mean is better than this", type=float, metavar="SCORE"),
-        option("--baseline", "runs to compare with: Welch's test and the ratio of times", default="",
-               metavar="PATH"))
-    add("compare", "Is B better than A? Scores are compared if they are of the same tokens of the same text.",
-        option("paths", "A and B: run folders, records or logs (several of one side with commas between "
-               "them), or with --run the commands that train them", nargs="+", metavar="PATH"),
-        switch("--run", "A and B are shell commands: train both -n times, in turn; they get SEED and RUN_ID"),
-        COUNT, METRIC, AS_JSON, SEED,
-        option("--out", "picture of the curves (default logs/compare.png)", default="logs/compare.png",
-               metavar="FILE"))
-
-
-def add_proxies(add: Add) -> None:
-    """Commands that try changes on proxies. docs/proxy.md says what their verdicts are worth."""
-    add("try", "Tests the working tree, or settings, against HEAD on a proxy until it is clear.",
-        option("words", "what the change is, for the ledger; NAME=value is a setting to try", nargs="*",
-               metavar="WORD"),
-        PRESET, WORKERS,
-        option("--proxy", "width of the proxy; 0: that of the last try, or the largest for 5 minutes",
-               type=int, default=0, metavar="WIDTH"),
-        option("--text", "folder of a dataset (default the embedded corpus)",
-               default="data/datasets/embedded", metavar="DIR"),
-        option("--ledger", f"file of all tries (default {tries.LEDGER})", default=tries.LEDGER,
-               metavar="FILE"),
-        AS_JSON, number("--pairs", "pairs of runs at most", tries.MOST_PAIRS),
-        switch("--same", "HEAD against itself: how often is nothing called a gain?"),
-        switch("--outside", "allow edits beyond the recipe's own section"))
-
-
-def add_pictures(add: Add) -> None:
-    """Commands that show a run to people, or its model to other programs."""
-    add("plot", "Loss curves: the median of each path's runs, and a band from the lowest to the highest.",
-        PATHS,
-        option("--out", "the picture (default loss.png)", default="loss.png", metavar="FILE"),
-        option("--by", "the horizontal axis (default seconds)", choices=[*curves.AXES], default="seconds"))
-    add("export", "Writes a run's weights as safetensors, and model.py, which reads them.",
-        option("run", "a run folder, a record folder or a model file", metavar="RUN"),
-        option("--out", "the folder (default: export beside the model)", default="", metavar="DIR"))
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command's name, as `what`, and its options."""
-    parser = argparse.ArgumentParser(prog="record", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="what", required=True)
-
-    def add(name: str, told: str, *options: Option) -> None:
-        sub = commands.add_parser(name, description=told)
-        for flags, settings in options:
-            sub.add_argument(*flags.split(), **settings)
-
-    for add_some in (add_records, add_comparisons, add_proxies, add_pictures):
-        add_some(add)
-    return parser.parse_args(argv)
-
-
-def run_check(args: argparse.Namespace, say: Callable) -> int:
+def check(args: argparse.Namespace, say: Callable) -> int:
     """Exit code of `check`."""
     try:
         failed = rules.check(Folder(args.folder), args, say, [*rules.CHECKS, BOARDS])
@@ -199,30 +73,136 @@ def run_check(args: argparse.Namespace, say: Callable) -> int:
     return 1 if failed else 0
 
 
-def run(args: argparse.Namespace, say: Callable) -> int:
-    """Exit code of a command."""
-    if args.what == "check":
-        return run_check(args, say)
-    if args.what == "audit":
-        return 1 if audit(Path(args.folder), say) else 0
-    if args.what == "board":
-        demand(args.html or not args.paths, "board of PATH needs --html")
-        if args.html:
-            places = args.paths or [path for path in ("logs", folders.HOME) if os.path.lexists(path)]
-            write_page(places, args.out, say)
-        else:
-            board(say)
-        return 0
-    found = COMMANDS[args.what](args, say)
-    if getattr(args, "json", False):
-        print(json.dumps(found, indent=1))
-    return 0
+def audit_tree(args: argparse.Namespace, say: Callable) -> int:
+    """Exit code of `audit`."""
+    return 1 if audit(Path(args.folder), say) else 0
+
+
+def make_board(args: argparse.Namespace, say: Callable) -> None:
+    """The leaderboards, or with --html the page of runs."""
+    demand(args.html or not args.paths, "board of PATH needs --html")
+    if args.html:
+        places = args.paths or [path for path in ("logs", folders.HOME) if os.path.lexists(path)]
+        write_page(places, args.out, say)
+    else:
+        board(say)
+
+
+def option(flags: str, told: str, **settings: Any) -> tuple[str, dict[str, Any]]:
+    """An option, or a path, of a command, with its line in --help."""
+    shown = f"{told} (default {settings['default']})" if settings.get("default") else told
+    return flags, {"help": shown, **settings}
+
+
+TEXT = dict(default="", metavar="TEXT")
+SWITCH = dict(action="store_true")
+NUMBER = dict(type=int, metavar="N")
+EACH = dict(action="append", default=[])
+AS_JSON = option("--json", "print the result as JSON, everything else to stderr", **SWITCH)
+METRIC = option("--metric", "which score; without it val_bpb, where all runs have it, else val_loss",
+                choices=DIGITS)
+PATHS = option("paths", "run folders, record folders, logs, or folders of these", nargs="+", metavar="PATH")
+
+COMMANDS = {
+    "new": Command(new, "Makes a record folder from finished run folders.", [
+        option("runs", "run folders, or their names under logs/", nargs="+", metavar="RUN"),
+        option("--name", "name of the record, which ends that of its folder", required=True),
+        option("--author", "who made it", **TEXT),
+        option("--github-id", "the author's name on GitHub", **TEXT),
+        option("--blurb", "a sentence on what it changes; it begins the record's page", **TEXT),
+        option("--ai-disclosure", "what an AI helped with", **TEXT),
+        option("--exclude", "RUN=reason: a finished run of the same code and constants that is left out; "
+               "once for each", metavar="RUN=reason", **EACH),
+        option("--before", "the record to compare with (without it the best on such a machine); none: the "
+               "first", **TEXT),
+        option("--baseline", "a run of the record before on this machine; once for each", metavar="RUN",
+               **EACH),
+        option("--into", "folder of the track folders (without it records/)", **TEXT),
+        option("--systems-change", "only the speed changed: the test against the target is waived", **SWITCH),
+        option("--whole", "take a script with several recipes", **SWITCH)]),
+    "check": Command(
+        check, "Recomputes whatever a record folder claims. Runs its code unless --no-exec is given.", [
+            option("folder", "a record folder", metavar="FOLDER"),
+            option("--rerun-eval", "score its artifacts again", **SWITCH),
+            option("--no-exec", "run no code of the folder", **SWITCH),
+            option("--artifact", "an artifact that is too large for the folder; once for each",
+                   metavar="PATH", **EACH),
+            option("--verbose", "a line for each rule, not only for those that fail", **SWITCH),
+            option("--replay", "train the first N steps again and compare the losses", default=0, **NUMBER),
+            option("--seed", "with --replay: the run of this seed, not train.log's", type=int, metavar="K"),
+            # golf at its own size: 195 on 2 cores
+            option("--seconds", "limit for the folder's code, in seconds", default=600, type=float,
+                   metavar="N")]),
+    "audit": Command(
+        audit_tree, "Checks a tree of record folders, other projects' too, each against its own files.", [
+            option("folder", "a folder of record folders", metavar="DIR")]),
+    "board": Command(
+        make_board, "Rewrites the leaderboards of records/README.md, or with --html writes a page of runs.", [
+            option("paths", "with --html: what the page shows (without any logs and records)", nargs="*",
+                   metavar="PATH"),
+            option("--html", "write one HTML page of all runs and records", **SWITCH),
+            option("--out", "the page", default="board.html", metavar="FILE")]),
+    "stats": Command(
+        trials.stats, "n, mean, std and tests of runs, records and logs of other projects.", [
+            PATHS, AS_JSON, METRIC,
+            option("--target", "test whether the mean is better than this", type=float, metavar="SCORE"),
+            option("--baseline", "runs to compare with: Welch's test and the ratio of times", default="",
+                   metavar="PATH")]),
+    "compare": Command(
+        trials.compare,
+        "Is B better than A? Scores are compared if they are of the same tokens of the same text.", [
+            option("paths", "A and B: run folders, records or logs (several of one side with commas between "
+                   "them), or with --run the commands that train them", nargs="+", metavar="PATH"),
+            option("--run", "A and B are shell commands: train both -n times, in turn; they get SEED and "
+                   "RUN_ID", **SWITCH),
+            option("-n", "runs of each side, each with a seed of its own", default=5, **NUMBER),
+            METRIC, AS_JSON,
+            option("--seed", "seed of the first run; the next have the next ones", default=1337, **NUMBER),
+            option("--out", "picture of the curves", default="logs/compare.png", metavar="FILE")]),
+    # docs/proxy.md says what its verdicts are worth
+    "try": Command(
+        tries.try_change, "Tests the working tree, or settings, against HEAD on a proxy until it is clear.", [
+            option("words", "what the change is, for the ledger; NAME=value is a setting to try", nargs="*",
+                   metavar="WORD"),
+            option("--preset", "the recipe", default="speedrun_plus"),
+            option("--workers", "how many runs at a time; 0: one on a GPU, else one for each core", default=0,
+                   **NUMBER),
+            option("--proxy", "width of the proxy; 0: that of the last try, or the largest for 5 minutes",
+                   type=int, default=0, metavar="WIDTH"),
+            option("--text", "folder of a dataset", default="data/datasets/embedded", metavar="DIR"),
+            option("--ledger", "file of all tries", default=tries.LEDGER, metavar="FILE"),
+            AS_JSON,
+            option("--pairs", "pairs of runs at most", default=tries.MOST_PAIRS, **NUMBER),
+            option("--same", "HEAD against itself: how often is nothing called a gain?", **SWITCH),
+            option("--outside", "allow edits beyond the recipe's own section", **SWITCH)]),
+    "plot": Command(
+        curves.plot,
+        "Loss curves: the median of each path's runs, and a band from the lowest to the highest.", [
+            PATHS,
+            option("--out", "the picture", default="loss.png", metavar="FILE"),
+            option("--by", "the horizontal axis", choices=[*curves.AXES], default="seconds")]),
+    "export": Command(
+        export, "Writes a run's weights as safetensors, and model.py, which reads them.", [
+            option("run", "a run folder, a record folder or a model file", metavar="RUN"),
+            option("--out", "the folder (without it export beside the model)", default="", metavar="DIR")]),
+}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command's name, as `what`, and its options."""
+    parser = argparse.ArgumentParser(prog="record", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="what", required=True)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, description=command.told)
+        for flags, settings in command.options:
+            sub.add_argument(flags, **settings)
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
     """Exit code: 0 done and nothing fails, 1 a rule fails, 2 refused."""
     args = parse(argv)
-    inputs.print_any_name()
     stream = sys.stderr if getattr(args, "json", False) else sys.stdout
 
     def say(*lines: str) -> None:
@@ -230,7 +210,10 @@ def main(argv: list[str]) -> int:
             print(line, file=stream, flush=True)
 
     try:
-        return run(args, say)
+        found = COMMANDS[args.what].run(args, say)
+        if getattr(args, "json", False):
+            print(json.dumps(found, indent=1))
+        return found if isinstance(found, int) else 0
     except Refused as error:
         why = str(error)
     except OSError as error:

@@ -70,6 +70,8 @@ FAULTS = {      # what is altered, and what is said
                         "no evidence: README: seed 8: 1.19030522, but its log has"),
     "score of no log": (submitted(val_bpb=1.1907),
                         "no evidence: submission.json: val_bpb 1.1907 is in no log"),
+    "the mean of two of three runs": (submitted(val_bpb=(SCORES[7] + SCORES[8]) / 2),
+                                      "no evidence: submission.json: val_bpb 1.2002"),
     "bits per byte called a loss": (
         submitted(val_loss=MEAN), f"no evidence: submission.json: val_loss {MEAN} is in no log and no mean"),
     "size of no log": (submitted(bytes_total=15_432_111),
@@ -157,7 +159,6 @@ SOUND = {
     "as it is": lambda folder: None, "time stamps and settings": stamped, "a try before": restarted,
     "launcher": launched, "evaluated in a subfolder": evaluated_again, "stride and sliding": strided,
     "a last step after the cap": replaced("train_seed7.log", ("599921", "600061")),
-    "the mean of two runs": submitted(val_bpb=(SCORES[7] + SCORES[8]) / 2),
     "the mean of all sizes": submitted(bytes_total=15_000_008 + CODE),
     "blanks and comments": replaced("train_gpt.py", ("x = 1  # a", "x = 1 # another")),
     "another table of the seeds": replaced("README.md", (
@@ -180,14 +181,14 @@ def test_baselines_and_other_groups_are_no_entries(tool, tmp_path):
     speedrun_logs(record / "baseline", [3.2872, 3.2881], [135.0, 135.1], source=SOURCE + "# baseline\n")
     speedrun_logs(record / "fewer_steps", [3.2842, 3.2861], [130.0, 130.1], source=SOURCE + "# fewer\n")
     (record / "README.md").write_text("losses = [3.2872, 3.2881]\ntimes = [135.0, 135.1]\n")
-    assert all(line.startswith("formality: the 8 logs hold different") for line in audited(tool, tmp_path))
+    assert audited(tool, tmp_path) == []
     for path in (record / "runs").iterdir():
         path.unlink()
     assert "contradiction: the mean of 2 runs, 3.28515, is above the target 3.28" in audited(tool, tmp_path)
 
 
 @pytest.mark.parametrize("track, date, losses, words", [
-    ("track_1_short", "2025-12-01", [3.2795, 3.2799, 3.2781], "formality: the mean of 3 runs, 3.27917,"),
+    ("track_1_short", "2025-12-01", [3.2795, 3.2799, 3.2781], "no evidence: the mean of 3 runs, 3.27917,"),
     ("track_1_short", "2024-12-01", [3.2795], ""),
     ("track_1_short", "2024-12-01", [3.2801], "contradiction: the mean of 1 run, 3.28010, is above"),
     ("track_2_medium", "2025-12-01", [2.9197], ""),
@@ -281,8 +282,7 @@ def timed(*lines):
      "contradiction: train_seed8.log: 2.2 + 523.0 + 9.7 + 10.9 + 115.3 s of evaluation after training, 661 s "
      "together, the cap is 600 s"),
     (["windows val_loss:2.9 eval_time:601000ms"], "contradiction: train_seed8.log: 2.2 + 601.0 s of"),
-    (["a eval_time:70700ms", "b eval_time:70701ms", "c eval_time:86800ms", "d eval_time:416300ms"],
-     "formality: train_seed8.log: 2.2 + 70.7 + 70.7 + 86.8 + 416.3 s of evaluation after training, 647 s"),
+    (["a eval_time:70700ms", "b eval_time:70701ms", "c eval_time:86800ms", "d eval_time:416300ms"], ""),
     (["diagnostic pre-quantization eval_time:9100ms", "diagnostic quantized eval_time:74300ms",
       "windows eval_time:525600ms", "total_eval_time:525.6s"], ""),
     (["windows eval_time:416300ms", "windows_exact eval_time:416300ms"], "")])
@@ -299,14 +299,12 @@ def test_logs_of_other_forms_are_read(tmp_path):
     forms = {
         "no versions": f"{SOURCE}{RULER}\n{steps}",
         "no whole script": f"import torch\n/home/somebody/x.py\n{RULER}\n{steps}",
-        "torchrun": "".join(f"[rank0]: {line}\n" for line in steps.splitlines()),
-        "llm.c": "s:0 tel:10.9\ns:0 trl:10.8\ns:1 trl:9.5\ns:100 tel:3.5\n"}
+        "torchrun": "".join(f"[rank0]: {line}\n" for line in steps.splitlines())}
     for name, text in forms.items():
         (tmp_path / "x.log").write_text(text)
         run = runs.read_log(tmp_path / "x.log")
         assert run.finished and run.value("val_loss") == 3.5 and run.steps == 100, name
-        assert run.time == (None if name == "llm.c" else 100) and (run.source == SOURCE.rstrip("\n")) == (
-            name == "no versions"), name
+        assert run.time == 100 and (run.source == SOURCE.rstrip("\n")) == (name == "no versions"), name
 
 
 def test_several_runs_in_a_file_are_told_apart(tool, tmp_path):

@@ -3,7 +3,7 @@ import json
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
+from html import unescape
 from urllib.parse import unquote
 
 import pytest
@@ -17,11 +17,8 @@ RULER = "=" * 100
 HEAD = f"import torch\n{RULER}\npython 3.13.1 torch 2.13.0\nhardware: 1 ranks x 2 threads of X\n{RULER}\n"
 
 
-def add_run(tree, name, loss, lr, sample="return x", beside=False, **changed):
-    """A run as the trainer leaves it; changed: of its result.json. beside: the sample is in samples.txt, not
-    in
-    the log, as since there is tools/run/show.py."""
-    said = f"sample 1: def »{sample}"
+def add_run(tree, name, loss, lr, sample="return x", **changed):
+    """A run as the trainer leaves it; changed: of its result.json."""
     folder = tree / name
     folder.mkdir(parents=True)
     seed = changed.get("seed", 7)
@@ -35,9 +32,8 @@ def add_run(tree, name, loss, lr, sample="return x", beside=False, **changed):
              f"config preset=tiny\nconfig matrix_lr={lr}\nconfig seed={seed}", *steps,
              f"step:90/90 {val_loss}:{loss:.4f}{bpb[:15]} train_time:9000ms step_avg:100.00ms",
              f"final_model_exact {val_loss}:{loss:.8f}{bpb}",
-             "" if beside else said, "        train_time_ms  9000", ""]
-    if beside:
-        (folder / "samples.txt").write_text(said + "\n")
+             "        train_time_ms  9000", ""]
+    (folder / "samples.txt").write_text(f"sample 1: def »{sample}\n")
     (folder / "train.log").write_text("\n".join(lines))
     whole = scored == "full"
     scores = dict(val_loss=loss, val_bpb=loss / 2) if whole else dict(val_loss=None, val_bpb=None)
@@ -68,7 +64,7 @@ def page(tool, tmp_path):
     """(path, text) of a page of three runs, one with text that is no HTML, and two records."""
     add_run(tmp_path / "a tree", "lr_run_one", 2.5, "0.03")
     add_run(tmp_path / "a tree", "lr_run_two", 2.25, "0.02",
-            sample="<script>alert(1)</script> & <b>", beside=True)
+            sample="<script>alert(1)</script> & <b>")
     add_run(tmp_path / "a tree", "lr_run_three", 10.5, "0.03")
     add_record(tmp_path / "a tree", "2026-01-02_Better", [2.0, 2.1, 2.2])
     add_record(tmp_path / "a tree", "2026-01-01_First", [3.0, 3.1])
@@ -78,42 +74,18 @@ def page(tool, tmp_path):
     return out, out.read_text(encoding="utf-8")
 
 
-class Reader(HTMLParser):
-    """Tables as lists of rows of cells, links, and whatever would load something from elsewhere."""
-    def __init__(self, text):
-        super().__init__()
-        self.tables = []
-        self.links = []
-        self.loads = []
-        self.in_cell = False
-        self.feed(text)
+def tables_of(text):
+    """The tables of a page, as lists of rows of cells."""
+    def parts(tag, whole):
+        return re.findall(rf"<{tag}[ >].*?</{tag}>", whole, re.S)
 
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-            self.in_cell = True
-        if tag == "a":
-            self.links.append(unquote(attrs["href"]))
-        elif attrs.get("src") or tag == "link":
-            self.loads.append(attrs)
-
-    def handle_endtag(self, tag):
-        self.in_cell = self.in_cell and tag not in ("td", "th")
-
-    def handle_data(self, data):
-        if self.in_cell:
-            self.tables[-1][-1][-1] += data
+    return [[[unescape(re.sub("<[^>]*>", "", cell)) for cell in parts("t[dh]", row)]
+             for row in parts("tr", table)] for table in parts("table", text)]
 
 
 def test_what_stands_in_it(page):
     path, text = page
-    reader = Reader(text)
-    main, constants = reader.tables
+    main, constants = tables_of(text)
     assert main[0] == ["run", "val_bpb", "val_loss", "seconds", "steps", "tokens", "bytes", "seed", "files"]
     # one's own first, the best of them first; then records with their runs, the best first
     names = [row[0] for row in main[1:]]
@@ -134,8 +106,11 @@ def test_what_stands_in_it(page):
     assert "The same in all rows: preset tiny; hardware 1 ranks x 2 threads of X; torch 2.13.0." in text
     # the chart and its legend come before the table
     assert text.index("class=legend") < text.index("data-root-id") < text.index("<table class=runs>")
-    assert all((path.parent / link).is_file() for link in reader.links) and len(reader.links) == 6 + 2 * 7
-    assert reader.loads == [] and "alert(1)" in text and "<script>alert" not in text
+    body = re.sub(r"(<script[^>]*>).*?</script>", r"\1", text, flags=re.S)
+    links = [unquote(link) for link in re.findall(r'<a href="([^"]*)"', body)]
+    assert all((path.parent / link).is_file() for link in links) and len(links) == 6 + 2 * 7
+    assert not re.search(r"<link|<[^>]* src=", body)            # nothing comes from elsewhere
+    assert "alert(1)" in text and "<script>alert" not in text
     assert "2.6000" not in text and '"loss"' in text        # the points are numbers of the plot
     assert path.stat().st_size < 4_000_000
 
@@ -159,7 +134,7 @@ def test_scores_of_other_tokens_are_apart(tool, tmp_path):
                     "tiny: all 2,000 val tokens of embedded": "other"}
     part, = [part for part in sections if "the first 500" in part]
     assert "val_loss_partial: the loss on the first 500 of 1,001 val tokens" in part
-    assert "val_loss_partial" in Reader(part).tables[0][0] and "val_bpb" not in Reader(part).tables[0][0]
+    assert "val_loss_partial" in tables_of(part)[0][0] and "val_bpb" not in tables_of(part)[0][0]
 
 
 def test_names_and_what_was_asked_for(tmp_path):
@@ -208,7 +183,7 @@ def test_runs_and_records_of_this_repository(tool, tmp_path):
     text = (tmp_path / "board.html").read_text()
     homes = [*ROOT.glob("records/track_tiny/*")]
     assert text.count("<tbody class=record>") == len(homes) and text.count("<section>") == 1
-    rows = [row for row in Reader(text).tables[0][1:] if row[7].startswith("n=")]
+    rows = [row for row in tables_of(text)[0][1:] if row[7].startswith("n=")]
     means = [json.loads((home / "submission.json").read_text())["val_bpb_mean"] for home in homes]
     assert [row[1].split()[0] for row in rows] == [f"{mean:.8f}" for mean in sorted(means)]
 

@@ -236,21 +236,21 @@ def test_a_record_is_of_runs_that_compare(tmp_path, monkeypatch):
     args = SimpleNamespace(
         **dict.fromkeys(names, "x"), runs=[0], baseline=[], exclude=[], before="", whole=True)
     result = dict(seed=1, preset="tiny", run_id="x", config={}, hardware="X")
-    opened = {0: (good[0], result), 1: (other[0], result)}
+    for run in (*good, *other):
+        run.result = result
     for name in ("check_alike", "demand_one_recipe"):
         monkeypatch.setattr(new_record, name, lambda *_: None)
     monkeypatch.setattr(new_record, "excluded_runs", lambda *_: [])
-    monkeypatch.setattr(new_record, "open_run", opened.get)
+    monkeypatch.setattr(new_record, "open_run", {0: good[0], 1: other[0]}.get)
     for asked, earlier in ((args.__dict__ | {"baseline": [1]}, []), (args.__dict__, other)):
         monkeypatch.setattr(new_record, "records_of", lambda track: {"2026-01-01_X": SimpleNamespace(
-            runs=earlier, result=lambda run: result)} if earlier else {})
+            runs=earlier)} if earlier else {})
         monkeypatch.setattr(new_record, "best_before", lambda records, hardware: next(iter(records), "none"))
         with pytest.raises(runs.Refused, match="val split: aaaaaaaa"):
             new_record.new(SimpleNamespace(**asked), print)
     folder = SimpleNamespace(
         ours=True, runs=good, baseline=other, submission={"before": None, "track": "tiny"}, finished=str,
-        track=SimpleNamespace(metric="val_bpb", rank="metric"), hardware=lambda: "X",
-        result=lambda run: result, result_name=lambda run: "result.json")
+        track=SimpleNamespace(metric="val_bpb", rank="metric"), hardware=lambda: "X")
     monkeypatch.setattr(checks, "records_of", lambda track: {})
     with pytest.raises(checks.Broken, match="are not scored alike: val split: aaaaaaaa"):
         checks.check_before(folder, None)

@@ -3,11 +3,9 @@ was resumed; what reads it goes by the log where there is none."""
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
-import train_gpt
 from helpers import ROOT, TOY
 from records.judge import runs
 from test_logs import facts_of
@@ -31,7 +29,7 @@ LINES = {       # kind: (its line of train.log, what that says by the event)
     "result": (r" +tok_per_s  (\d+)", "{tok_per_s}"),
     "end": (r"(the disk is full: .*)", "{why}")}
 # What of a Run only checks of records ask for
-OF_THE_TEXT = {"source", "protocols", "digests", "eval", "summary", "scores", "sizes", "after", "facts",
+OF_THE_TEXT = {"source", "body", "digests", "eval", "summary", "scores", "sizes", "after", "facts",
                "curves"}
 
 
@@ -164,46 +162,3 @@ def test_without_events_of_ours_a_run_is_read_from_its_log(events, told, tmp_pat
     speedrun_log(tmp_path / "foreign" / "train.log", 3.2744, 69.993, total=1490)
     (run,) = runs.read_runs(tmp_path / "foreign" / "train.log")
     assert run.value("val_loss") == 3.2744
-
-
-class Full:
-    """A file on a disk that fills up after some events."""
-
-    def __init__(self, file, room):
-        self.file = file
-        self.room = room
-
-    def write(self, text):
-        self.room -= text not in ("", "\n")
-        if self.room < 0:
-            raise OSError(28, "No space left on device")
-        return self.file.write(text)
-
-    def flush(self):
-        self.file.flush()
-
-    def tell(self):
-        return self.file.tell()
-
-
-@pytest.mark.parametrize("room", [1, 9])
-def test_a_disk_that_has_no_room_for_an_event(room, train, monkeypatch):
-    """As where it has none for a line: a sentence, exit 1, and it can be resumed."""
-    opened = train_gpt.Log.open
-
-    def opens(log, path, head):
-        opened(log, path, head)
-        log.events = Full(log.events, room)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train_gpt.Log, "open", opens)
-        done = train(RUN, SAVE_EVERY="3")
-    assert done.code == 1 and done.result is None and "Traceback" not in done.err
-    assert done.last == done.err.strip().removeprefix("train_gpt: ")
-    assert done.last.startswith("the disk is full: free some GB")
-    lines = (done.folder / "events.jsonl").read_text().splitlines()
-    assert len(lines) == room and all(json.loads(line) for line in lines)
-    if room > 1:
-        again = train({}, RESUME=done.run_id)
-        assert again.code == 0 and again.result["resumed"], again.err
-        assert runs.read_events(Path(again.folder))[-1]["kind"] == "result"

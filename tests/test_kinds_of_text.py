@@ -106,7 +106,7 @@ NO_MARKS = ['EOT = "<|endoftext|>"', "the token `<|endoftext|>` ends", "'<|end_o
 def test_what_is_no_mark(text):
     """In quotes, or `</s>` in a line with something else, as in HTML."""
     raw = f"before\n{text}\nafter".encode()
-    assert prepare.find_mark(raw, 0, len(raw)) is None
+    assert prepare.MARK.search(raw) is None
     counts = Counter()
     assert list(prepare.split_at_marks(raw.decode(), counts)) == [raw.decode()] and not counts
 
@@ -116,14 +116,14 @@ def test_a_story_is_cut_only_where_it_is_long(tmp_path):
     for size in (*range(16_370, 16_400), *range(32_690, 32_800, 3), 1 << 20, (1 << 20) + 7):
         first = "x" * (size - 1) + "\n"
         path = written(tmp_path / "x.txt", first + "<|endoftext|>\n\nsecond\n<|endoftext|>\n" + "third\n" * 9)
-        texts = list(prepare.documents(prepare.find_files([path]), Counter()))
+        texts = list(prepare.documents(prepare.find_files([path])[0], Counter()))
         assert texts[-2:] == ["second\n", "third\n" * 9] and "".join(texts[:-2]) == first
         assert len(texts) == 3 or size > 32_768
     path = written(tmp_path / "x.txt", "<|endoftext|>\n" * 5 + "a\n" + "<|endoftext|>\n" * 80_000 + "b \xff")
-    assert list(prepare.documents(prepare.find_files([path]), Counter())) == ["a\n", "b \xff"]
+    assert list(prepare.documents(prepare.find_files([path])[0], Counter())) == ["a\n", "b \xff"]
     path.write_bytes(b"a\n<|endoftext|>\n\n</s>\nb \xff")
     with pytest.raises(prepare.DataError, match="line 5 is not UTF-8"):
-        list(prepare.documents(prepare.find_files([path]), Counter()))
+        list(prepare.documents(prepare.find_files([path])[0], Counter()))
 
 
 # --- other encodings ---------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_what_is_no_encoding_and_what_does_not_fit(tmp_path):
     said, _ = prepared(tmp_path, path, expect=2, more=["--encoding", "shift_jis"])
     assert "is not whole SHIFT_JIS" in said
     assert "goes with --text" in run("--encoding", "latin-1", "--out", tmp_path / "out", expect=2)
-    assert "goes with --text or --parquet" in run("--keep-marks", "--out", tmp_path / "out", expect=2)
+    assert "go with --text or --parquet" in run("--keep-marks", "--out", tmp_path / "out", expect=2)
     said, _ = prepared(tmp_path, path, expect=2, more=["--encoding", "utf-8"])
     assert "line 1 is not UTF-8" in said
 
@@ -265,19 +265,6 @@ def test_few_rows_are_warned_about_with_numbers_that_hold(tmp_path, number):
     assert manifest["val_docs"] == 1
     val = manifest["val_bytes"]
     assert f"warning: val is {val:,} of {total:,} bytes ({val / total:.0%})" in said or number == 5
-
-
-def test_one_parquet_file(tmp_path):
-    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "x.parquet")
-    said = run("--parquet", tmp_path / "x.parquet", "--name", "toy", "--out", tmp_path / "out", expect=2)
-    assert "the only parquet file is val" in said and "--text" in said
-
-
-def test_help_says_how_text_is_cut(capsys):
-    with pytest.raises(SystemExit):
-        prepare.main(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "cut into documents of about 16 KiB" in said and "--keep-marks" in said and "--encoding" in said
 
 
 # --- machines ----------------------------------------------------------------------------------------------

@@ -288,7 +288,7 @@ def test_garbage_is_refused_in_one_sentence(tool, tmp_path, monkeypatch, command
 def test_audit_of_the_speedrun_record(tool, speedrun):
     code, out, _ = tool("audit", speedrun.parent)
     assert code == 1
-    assert "3.2772 on the page (time 132.259), 3.2777 in 132.259 s in 00000000-run.txt" in out
+    assert "3.2772 on the page (time 132.259), 00000000-run.txt, 3.2777 in 132.259 s" in out
     assert "lists 8 runs of a script, not its finished run 00000008-run.txt, 3.2768 in 132.286 s" in out
     assert len([line for line in out.splitlines() if line.startswith("    ")]) == 2
 
@@ -317,20 +317,15 @@ def test_audit_of_clean_folders_finds_nothing_and_reads_each_log_once(tool, tmp_
     assert sorted(opened) == sorted(tmp_path.rglob("*.txt"))
 
 
-def test_audit_names_packed_scripts_missing_files_and_wrong_seeds(tool, tmp_path):
-    source = "import lzma, base64\nexec(lzma.decompress(base64.b85decode('" + "A" * 1000 + "')))\n"
-    golf_log(tmp_path / "packed" / "train.log", 42, 1.9, 1.1, 15_000_000, source)
-    (tmp_path / "packed" / "train_gpt.py").write_text(source)
-    (tmp_path / "packed" / "README.md").write_text("| seed | bpb |\n| - | - |\n| 42 | 1.0900 |\n")
+def test_audit_names_missing_files_and_wrong_seeds(tool, tmp_path):
+    golf_log(tmp_path / "one" / "train.log", 42, 1.9, 1.1, 15_000_000, SOURCE)
+    (tmp_path / "one" / "README.md").write_text("| seed | bpb |\n| - | - |\n| 42 | 1.0900 |\n")
     for name, text in (("empty", "{}"), ("broken", '{"val_bpb": 1.')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "submission.json").write_text(text)
-    speedrun_log(tmp_path / "cut" / "x.txt", 3.2, 132.0, cut=True)
     code, out, _ = tool("audit", tmp_path)
-    assert code == 1 and "train_gpt.py is packed: line 2" in out
-    assert "no evidence: README: seed 42: 1.0900, but its log has 1.0966" in out
-    assert "there is no log of a run" in out and "submission.json is no JSON" in out
-    assert "x.txt: cut off at step 2160" in out and "README.md: there is none" in out
+    assert code == 1 and "no evidence: README: seed 42: 1.0900, but its log has 1.0966" in out
+    assert "no evidence: there is no log of a run" in out and "submission.json is no JSON" in out
 
 
 @pytest.mark.parametrize("spoil", [
@@ -345,7 +340,7 @@ def test_odd_folders_do_not_end_an_audit(tool, tmp_path, spoil):
         speedrun_log(tmp_path / name / "0.txt", 3.27, 132.0)
     spoil(tmp_path / "a_odd")
     code, out, _ = tool("audit", tmp_path)
-    assert code == 1 and "b_good" in out and "2 folders" in out
+    assert code < 2 and "b_good: no finding" in out and "2 folders" in out
 
 
 def test_an_audit_tells_records_from_the_folders_around_them(tool, tmp_path):
@@ -587,7 +582,9 @@ def test_a_record_counts_the_seeds_of_its_logs(tmp_path, told, loss, sentence):
     """What `new` asks of runs whose result.json say the seeds 6 and 7."""
     seeds_of(tmp_path, [6, told], [2.0, loss])
     results = [dict(seed=seed, run_id=str(seed), code_sha256="", config={}) for seed in (6, 7)]
-    opened = list(zip([runs.read_log(tmp_path / f"run{i}.log") for i in (0, 1)], results))
+    opened = [runs.read_log(tmp_path / f"run{i}.log") for i in (0, 1)]
+    for run, result in zip(opened, results):
+        run.result = result
     if not sentence:
         return new_record.check_alike(opened)
     with pytest.raises(runs.Refused, match=sentence):

@@ -17,7 +17,7 @@ from helpers import ROOT, TOY, slow, slow_but
 from records import record
 from records.show.board import BOARDS
 from records.verify import checks, evidence, folders, replay, rules
-from test_record import (BASELINE, RECORDS, bit, digit, draw_once, edit, failed_rules, few_data,
+from test_record import (BASELINE, RECORDS, bit, digit, edit, failed_rules, few_data,
                          forked_programs, read_once, renew, sealed, train_toys)
 
 pytestmark = pytest.mark.usefixtures("forked_programs")

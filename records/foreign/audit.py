@@ -1,7 +1,7 @@
 """`record audit`: a tree of record folders of other projects, each against its own files and its track's
 rules.
 
-A finding has a rank: a contradiction in the evidence or with a rule, a claim without evidence, a formality.
+A finding has a rank: a contradiction in the evidence or with a rule, or a claim without evidence.
 What a folder's path, date and files do not tell is not judged.
 """
 import contextlib
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from data import inputs
 from records.foreign import pages
-from records.foreign.pages import CONTRADICTION, FORMALITY, NO_EVIDENCE, Finding
+from records.foreign.pages import CONTRADICTION, NO_EVIDENCE, Finding
 from records.judge.runs import (
     DATE, FINAL, RULER, STEP, Refused, Run, demand, describe, excerpt, identity, p_term, recipe_of,
     same_losses, test_target)
@@ -24,7 +24,6 @@ from records.verify.checks import DAMAGE, LOOK_ONLY
 from records.verify.folders import TRACKS, Folder
 from records.verify.rules import check
 
-RANKS = {CONTRADICTION: "contradiction", NO_EVIDENCE: "no evidence", FORMALITY: "formality"}
 # Names of folders of runs beside those of the record
 BESIDE = re.compile(r"(?i)base|ablat|prior|previous|before|master|\bmain\b|old|control|retim|extra|sweep")
 
@@ -96,93 +95,85 @@ def findings(path: Path) -> list[Finding]:
 
 def file_findings(folder: Folder) -> Iterator[Finding]:
     """What a record folder must hold."""
-    scripts = [path.name for path in folder.path.rglob("*.py")]
     if not folder.runs:
-        rank = NO_EVIDENCE if isinstance(folder.submission.get("val_bpb"), float) else FORMALITY
-        yield Finding(rank, "there is no log of a run")
-    for name in set(scripts) & set(folder.files):
-        if "train" in name and not folder.read(name).strip():
+        yield Finding(NO_EVIDENCE, "there is no log of a run")
+    for name in folder.files:
+        if name.endswith(".py") and "train" in name and not folder.read(name).strip():
             yield Finding(NO_EVIDENCE, f"{name} is empty")
-    if not scripts and not any(run.source for run in folder.runs):
-        rank = NO_EVIDENCE if folder.submission else FORMALITY
-        yield Finding(rank, "there is no script, not in the logs either")
-    elif folder.submission and "train_gpt.py" not in folder.files:
-        yield Finding(FORMALITY, "train_gpt.py: there is none")
-    if not folder.readme:
-        yield Finding(FORMALITY, "README.md: there is none")
+    in_logs = any(run.source for run in folder.runs)
+    if folder.submission and not in_logs and not any(folder.path.rglob("*.py")):
+        yield Finding(NO_EVIDENCE, "there is no script, not in the logs either")
 
 
 def script_findings(folder: Folder, track: TrackRules) -> Iterator[Finding]:
-    """The script that ran, what it hides, and flags that the track forbids."""
+    """The script that ran, another file whose text it runs, and flags that the track forbids."""
     def code_of(text: str) -> list[str]:        # but for comments and blanks
         return re.sub("#.*", "", text).split()
 
-    def is_here(source: str) -> bool:       # a launcher may have printed something before it
-        return any(code_of(source)[-len(script):] == script for script in scripts if script)
-
     scripts = [code_of(inputs.decode(folder.read(name), "replace")) for name in folder.files
                if name.endswith(".py")]
+    others = []
     last = {run.path: run for run in folder.runs if run.source}        # of several runs in one log
-    others = [run for run in last.values() if not is_here(run.source)]
+    for run in last.values():       # a launcher may have printed something before the script
+        code = code_of(run.source)
+        if not any(code[-len(script):] == script for script in scripts if script):
+            others.append(run)
     if folder.script and others:
         size = len(others[0].source.encode())
         yield Finding(NO_EVIDENCE, f"{len(others)} of {len(last)} logs hold another script than train_gpt.py "
                       f"({len(folder.script)} bytes): {others[0].file} ({size} bytes)")
-    counts = " + ".join(str(len(group)) for group in pages.groups(folder.runs))
-    if not scripts and "+" in counts:
-        yield Finding(FORMALITY, f"the {len(folder.runs)} logs hold different scripts ({counts})")
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):
         text = folder.source() or ""
         if track.byte_cap and (line := source.line_of_file(text)):
             yield Finding(CONTRADICTION, f"train_gpt.py ({len(folder.script)} bytes) executes the text of "
                           f"another file (line {line}), which its size leaves out")
-        if line := source.packed_line(text):
-            yield Finding(FORMALITY, f"train_gpt.py is packed: line {line} runs decoded text as code")
         if track.no_flags and (flags := source.compiler_flags(text)):
             yield Finding(CONTRADICTION, f"a flag that the rules forbid: {flags[0]}")
 
 
 def run_findings(folder: Folder, track: TrackRules) -> Iterator[Finding]:
     """Caps and hardware of single runs; runs that are there twice. One finding of each kind."""
-    seen = {}
-    found = {}
-    whole = {run.path for run in folder.runs if run.finished}
-
-    def add(good: bool, rank: int, kind: str, text: str) -> None:
-        if not good:
-            found.setdefault((rank, kind), []).append(f"{run.file}: {text}")
-
+    found: dict[tuple[str, str], list[str]] = {}
     for number, run in enumerate(folder.runs):
         total = run.facts.get("bytes_total", 0)
         ranks = int(run.facts.get("world_size", 0))
         hardware = run.facts.get("hardware", "")
-        add(not track.byte_cap or not run.finished or total <= track.byte_cap, CONTRADICTION, "size",
-            f"{total:.0f} bytes by its own count, the cap is {track.byte_cap}")
-        # a last step may end after the cap
-        add(not track.time_cap or (run.time or 0) <= track.time_cap + 1, CONTRADICTION, "time",
-            f"{run.time} s of training, the cap is {track.time_cap} s")
-        add(not track.ranks or ranks in (0, track.ranks), CONTRADICTION, "GPUs",
-            f"{ranks} GPUs, the rules: {track.ranks}")
-        add(not track.ranks or not hardware or "H100" in hardware, FORMALITY, "hardware",
-            f"{hardware}, the rules: {track.ranks}x NVIDIA H100")
-        add(-1 in (run.seed, run.seed_in_name) or run.seed == run.seed_in_name, CONTRADICTION, "seed",
-            f"by its lines the seed is {run.seed}")
-        add(run.path in whole or not run.curves["val"], FORMALITY, "cut", f"cut off at step {run.steps}")
-        exact = tuple(final for final in run.finals if final[0].endswith("exact"))
-        other = seen.setdefault(exact or tuple(run.curves["val"]), run)
-        twice = run.seed != other.seed and -1 not in (run.seed, other.seed)
-        add(other is run or not exact and len(run.curves["val"]) < 2, CONTRADICTION if twice else FORMALITY,
-            "same", f"the same run as {other.file}")
-        for other in [one for one in folder.runs[:number] if identity(one) != identity(run) and one.finished]:
+        checks = [
+            (CONTRADICTION, "size", track.byte_cap and run.finished and total > track.byte_cap,
+             f"{total:.0f} bytes by its own count, the cap is {track.byte_cap}"),
+            # a last step may end after the cap
+            (CONTRADICTION, "time", track.time_cap and (run.time or 0) > track.time_cap + 1,
+             f"{run.time} s of training, the cap is {track.time_cap} s"),
+            (CONTRADICTION, "GPUs", track.ranks and ranks not in (0, track.ranks),
+             f"{ranks} GPUs, the rules: {track.ranks}"),
+            (NO_EVIDENCE, "hardware", track.ranks and hardware and "H100" not in hardware,
+             f"{hardware}, the rules: {track.ranks}x NVIDIA H100"),
+            (CONTRADICTION, "seed", -1 not in (run.seed, run.seed_in_name) and run.seed != run.seed_in_name,
+             f"by its lines the seed is {run.seed}")]
+        for other in folder.runs[:number]:
             known = -1 not in (run.seed, other.seed)
-            add(bool(exact) or not same_losses(run, other),
-                CONTRADICTION if known and run.seed != other.seed else FORMALITY, "losses",
-                f"the losses are those of {other.file}")
+            rank = CONTRADICTION if known and run.seed != other.seed else NO_EVIDENCE
             again = known and run.seed == other.seed and recipe_of(run) == recipe_of(other)
-            add(not again or not run.finished, FORMALITY, "seed again",
-                f"seed {run.seed} is also that of {other.file}, by the same script")
+            checks += [
+                (rank, "same", is_same(run, other), f"the same run as {other.file}"),
+                (rank, "losses", identity(run) != identity(other) and same_losses(run, other),
+                 f"the losses are those of {other.file}"),
+                (NO_EVIDENCE, "seed again", again and run.finished and identity(run) != identity(other),
+                 f"seed {run.seed} is also that of {other.file}, by the same script")]
+        for rank, kind, bad, text in checks:
+            if bad:
+                found.setdefault((rank, kind), []).append(f"{run.file}: {text}")
     for (rank, _), texts in found.items():
         yield from first_of([Finding(rank, text) for text in texts])
+
+
+def is_same(run: Run, other: Run) -> bool:
+    """Do two logs end with the same exact scores or, without such, have the same validations?"""
+    exact, exact_of_other = ([final for final in one.finals if final[0].endswith("exact")]
+                             for one in (run, other))
+    if exact or exact_of_other:
+        return exact == exact_of_other
+    return len(run.curves["val"]) > 1 and run.curves["val"] == other.curves["val"]
 
 
 def text_findings(folder: Folder, track: TrackRules) -> Iterator[Finding]:
@@ -216,21 +207,18 @@ def first_of(found: list[Finding]) -> Iterator[Finding]:
 
 
 def evaluation_findings(folder: Folder, track: TrackRules) -> Iterator[Finding]:
-    """Seconds of what follows training, of the run that took most: a contradiction if those of adapting the
-    weights and of the last score are over the cap, else of form, as not all that is scored must count."""
+    """Seconds of what follows training, of the run that took most: those of adapting the weights and of the
+    last score, as not all that is scored must count."""
     found = []
     for run in folder.runs if track.eval_cap else []:
         adapting = sum(seconds for adapts, seconds in run.after if adapts)
         scoring = [seconds for adapts, seconds in run.after if not adapts]
-        total = adapting + sum(scoring)
-        if run.finals and total > track.eval_cap:
-            rank = CONTRADICTION if adapting + sum(scoring[-1:]) > track.eval_cap else FORMALITY
+        if run.finals and adapting + sum(scoring[-1:]) > track.eval_cap:
+            total = adapting + sum(scoring)
             parts = " + ".join(f"{seconds:.1f}" for _, seconds in run.after)
-            text = (f"{run.file}: {parts} s of evaluation after training, {total:.0f} s together, the cap is "
-                    f"{track.eval_cap:.0f} s")
-            found.append((total, Finding(rank, text)))
-    found.sort(key=lambda pair: (pair[1].rank, -pair[0]))
-    yield from first_of([finding for _, finding in found])
+            found.append((total, f"{run.file}: {parts} s of evaluation after training, {total:.0f} s "
+                          f"together, the cap is {track.eval_cap:.0f} s"))
+    yield from first_of([Finding(CONTRADICTION, text) for _, text in sorted(found, reverse=True)])
 
 
 def target_findings(runs: list[Run], track: TrackRules) -> Iterator[Finding]:
@@ -251,15 +239,14 @@ def target_findings(runs: list[Run], track: TrackRules) -> Iterator[Finding]:
     if best:
         mean, n, z, test = best
         logs = f"the mean of {n} run{'s' * (n > 1)}, {mean:.5f},"
+        told = f"{z:.5f} by the z-test, the rule asks for 0.004"
+        if track.test == "t":
+            p = p_term(test.p) if test else "no test"
+            told = f"{p}; p < 0.01 is waived for pure systems changes only"
         if mean > track.target:
             yield Finding(CONTRADICTION, f"{logs} is above the target {track.target}")
-        elif track.test == "z":
-            yield Finding(NO_EVIDENCE, f"{logs} is too near the target {track.target}: {z:.5f} by the "
-                          "z-test, the rule asks for 0.004")
         else:
-            p = p_term(test.p) if test else "no test"
-            yield Finding(FORMALITY, f"{logs} against {track.target}: {p}; p < 0.01 is waived for pure "
-                          "systems changes only")
+            yield Finding(NO_EVIDENCE, f"{logs} is too near the target {track.target}: {told}")
 
 
 # ------------------------------------------------------------ folders
@@ -310,7 +297,7 @@ def audit(root: Path, say: Callable) -> int:
         ranks.update(finding.rank for finding in found)
         name = path.relative_to(root) if path != Path(root) else path.name
         count = f"{len(found) or 'no'} finding" + ("" if len(found) == 1 else "s")
-        say(f"{name}: {count}", *[f"    {RANKS[rank]}: {text}" for rank, text in found])
-    counts = ", ".join(f"{ranks[rank]} {name}" for rank, name in RANKS.items())
+        say(f"{name}: {count}", *[f"    {rank}: {text}" for rank, text in found])
+    counts = ", ".join(f"{ranks[rank]} {rank}" for rank in (CONTRADICTION, NO_EVIDENCE))
     say(f"{len(folders)} folders, {bad} with findings: {counts}")
     return bad

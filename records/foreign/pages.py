@@ -2,7 +2,6 @@
 
 Each function yields one Finding a claim that does not hold, with both values.
 """
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -14,20 +13,18 @@ from records.judge.runs import (
 from records.verify.folders import Folder
 
 # Ranks of a finding: two things in the folder exclude each other, or a rule of the track; nothing in the
-# folder shows a claim; something of form
-CONTRADICTION = 1
-NO_EVIDENCE = 2
-FORMALITY = 3
+# folder shows a claim
+CONTRADICTION = "contradiction"
+NO_EVIDENCE = "no evidence"
 # Names of columns, and beginnings of lines, that tell of something else than a run's own scores
 OTHERS = re.compile(
     r"(?i)Δ|delta|gain|diff|improv|gap|penalty|base|prev|prior|before|parent|reference|leader|control|"
     r"upstream|\bvs\b|sota|#\d|\bpr\b|old|merged|source|std|dev\b|sigma|time|\bms\b|eval|avg|wall|/")
 SCORE = re.compile(r"(\d\.\d{4,})(?: ?[(±].*)?$")      # a cell with one score
-CHOICES = 3000      # of some of a record's runs, which may make a mean
 
 
 class Finding(NamedTuple):
-    rank: int       # CONTRADICTION, NO_EVIDENCE or FORMALITY
+    rank: str       # CONTRADICTION or NO_EVIDENCE
     text: str
 
 
@@ -66,19 +63,20 @@ def nearest(text: str, values: Iterable[float]) -> float:
 # ------------------------------------------------------------ scores and sizes of the record as a whole
 def known_scores(runs: list[Run], metric: str) -> set[float]:
     """val_loss or val_bpb of logs since their last step, and the means that a record may tell: of each kind
-    of final score, over the runs of a group or over any choice of runs."""
+    of final score, over all runs or those of a group."""
     found = {value for run in runs for name, value in run.scores if name == metric}
-    once = different(runs)
-    choices = (itertools.combinations(once, n) for n in range(2, len(once) + 1))
-    pools = itertools.islice(itertools.chain.from_iterable(choices), CHOICES)
-    for pool in [once, *map(different, groups(runs)), *pools]:
-        for kind in ("ttt", "sliding", "plain", ""):
-            values = [run.value(metric) if not kind else next(
-                (final[1 + (metric == "val_bpb")] for final in reversed(run.finals)
-                 if score_kind(final[0]) == kind), None) for run in pool]
-            if pool and None not in values:
-                found.add(float(np.mean(values)))
+    for pool in [different(runs), *map(different, groups(runs))]:
+        found |= {float(np.mean(values)) for kind in ("ttt", "sliding", "plain", "")
+                  if pool and None not in (values := [score_of(run, metric, kind) for run in pool])}
     return found
+
+
+def score_of(run: Run, metric: str, kind: str) -> float | None:
+    """The last final score of a kind; "": the one that counts."""
+    if not kind:
+        return run.value(metric)
+    place = 1 + (metric == "val_bpb")
+    return next((final[place] for final in reversed(run.finals) if score_kind(final[0]) == kind), None)
 
 
 def score_findings(folder: Folder) -> Iterator[Finding]:
@@ -181,88 +179,85 @@ def seed_findings(page: str, runs: list[Run]) -> Iterator[Finding]:
 
 
 # ------------------------------------------------------------ lists of losses and times
-class PageList(NamedTuple):
-    """A Python list of numbers on a page."""
-    name: str
-    numbers: list       # as printed
-    end: int            # where it ends
-
-
-def page_lists(readme: str) -> list[PageList]:
-    """The lists of a page, in order."""
-    found = re.finditer(r"^(?:>>>)?\s*(\w+)\s*=\s*\[([\d.,\s]+)\]", readme, re.M)
-    return [PageList(m[1], re.findall(r"\d+(?:\.\d+)?", m[2]), m.end()) for m in found]
+def page_lists(readme: str) -> list[tuple[str, list[str]]]:
+    """[(name, numbers as printed)] of the Python lists of numbers on a page, in order."""
+    found = re.findall(r"^(?:>>>)?\s*(\w+)\s*=\s*\[([\d.,\s]+)\]", readme, re.M)
+    return [(name.lower(), re.findall(r"\d+(?:\.\d+)?", numbers)) for name, numbers in found]
 
 
 class Row(NamedTuple):
     """A run as a page lists it, numbers as printed."""
     loss: str
     time: str | None    # None: the page lists no times
+    units: int = 1      # of the time, in a second
 
-    def fits(self, run: Run, units: int) -> tuple[bool, bool]:
-        """(does the loss fit, does the time fit or, without times, the loss); units: of times in a second."""
+    def fits(self, run: Run) -> tuple[bool, bool]:
+        """(does the loss fit, does the time fit or, without times, the loss)"""
         loss = means(self.loss, run.value("val_loss"))
         if self.time is None:
             return loss, loss
-        return loss, means(self.time, run.time and run.time * units)
+        return loss, means(self.time, run.time and run.time * self.units)
+
+
+def listed_rows(readme: str) -> Iterator[tuple[str, list[Row]]]:
+    """(how it is printed, its rows) of each list of losses on a page, with the times listed after it."""
+    lists = page_lists(readme)
+    for (name, losses), (next_name, times) in zip(lists, [*lists[1:], ("", [])]):
+        if len(losses) < 2 or not name.startswith(("loss", "acc", "val")):
+            continue
+        digits = max(map(decimals, losses))     # 3.28 among others stands for 3.2800
+        printed = [f"{float(loss):.{digits}f}" for loss in losses]
+        rows = [Row(loss, None) for loss in printed]
+        if next_name.startswith("time") and len(times) == len(losses):
+            units = 1000 if min(map(float, times)) > 20_000 else 1      # milliseconds
+            rows = [Row(loss, time, units) for loss, time in zip(printed, times)]
+        yield f"{name} = [{', '.join(losses[:3])}, …]", rows
 
 
 def list_findings(readme: str, runs: list[Run]) -> Iterator[Finding]:
     """Lists of losses and times on the page, against the logs. A list that fits no logs may tell of other
     runs, if another one fits."""
-    lists = [*page_lists(readme), PageList("", [], 0)]
-    found = []
-    for losses, times in zip(lists, lists[1:]):
-        paired = times.name.lower().startswith("time") and len(times.numbers) == len(losses.numbers)
-        if len(losses.numbers) < 2 or not losses.name.lower().startswith(("loss", "acc", "val")):
-            continue
-        units = 1
-        digits = max(map(decimals, losses.numbers))     # 3.28 among others stands for 3.2800
-        printed = [f"{float(loss):.{digits}f}" for loss in losses.numbers]
-        rows = [Row(loss, None) for loss in printed]
-        if paired:
-            rows = [Row(*numbers) for numbers in zip(printed, times.numbers)]
-            if min(float(time) for time in times.numbers) > 20_000:
-                units = 1000        # milliseconds
-        hits = len([row for row in rows if any(row.fits(run, units)[1] for run in runs)])
-        found.append((hits * 2 >= len(rows), losses, rows, units))
-    if found and not any(fits for fits, *_ in found):
-        _, losses, rows, _ = found[0]
-        yield Finding(NO_EVIDENCE, f"README: the logs hold less than half of the {len(rows)} runs in "
-                      f"{losses.name} = [{', '.join(losses.numbers[:3])}, …]")
-    for fits, _, rows, units in found:
-        if fits:
-            yield from row_findings(rows, units, runs)
+    found = [*listed_rows(readme)]
+    fitting = [rows for _, rows in found
+               if 2 * sum(any(row.fits(run)[1] for run in runs) for row in rows) >= len(rows)]
+    if found and not fitting:
+        told, rows = found[0]
+        yield Finding(NO_EVIDENCE, f"README: the logs hold less than half of the {len(rows)} runs in {told}")
+    for rows in fitting:
+        yield from row_findings(rows, runs)
 
 
-def row_findings(rows: list[Row], units: int, runs: list[Run]) -> Iterator[Finding]:
+def row_findings(rows: list[Row], runs: list[Run]) -> Iterator[Finding]:
     """The rows of one list, each against a run of its own."""
-    scripts = {run.source for run in runs if any(row.fits(run, units)[1] for row in rows)}
+    scripts = {run.source for run in runs if any(row.fits(run)[1] for row in rows)}
     left = [run for run in runs if run.finished and run.source in scripts]
     missing = []
     for row in rows:
-        run = next((run for run in left if all(row.fits(run, units))), None)
+        run = next((run for run in left if all(row.fits(run))), None)
         if run:
             left.remove(run)
         else:
             missing.append(row)
     if rows[0].time and len(missing) * 2 > len(rows):       # losses and times are listed in two orders
         runs = [run for run in runs if run.source in scripts]
-        yield from row_findings([Row(row.loss, None) for row in rows], units, runs)
+        yield from row_findings([Row(row.loss, None) for row in rows], runs)
         return
     for row in list(missing):
-        fits = [row.fits(run, units) for run in left]
+        fits = [row.fits(run) for run in left]
         run = next((run for run, (_, time) in zip(left, fits) if time), None)
         if run:
             missing.remove(row)
-            if not any(loss for loss, _ in fits):
-                left.remove(run)
-                there = f"{show('val_loss', run.value('val_loss'))} in {run.time or 0:.3f} s in {run.file}"
-                yield Finding(CONTRADICTION, f"README: {row.loss} on the page (time {row.time}), {there}")
+        if run and not any(loss for loss, _ in fits):
+            left.remove(run)
+            yield Finding(CONTRADICTION, f"README: {row.loss} on the page (time {row.time}), {told_of(run)}")
     if missing:
         numbers = ", ".join(row.loss if row.time is None else f"{row.loss} in {row.time}" for row in missing)
         yield Finding(NO_EVIDENCE, f"README: no log holds {len(missing)} of the {len(rows)} runs listed: "
                       f"{numbers}")
     for run in left if len(scripts) == 1 and not missing else []:
         yield Finding(NO_EVIDENCE, f"README: lists {len(rows)} runs of a script, not its finished run "
-                      f"{run.file}, {show('val_loss', run.value('val_loss'))} in {run.time or 0:.3f} s")
+                      f"{told_of(run)}")
+
+
+def told_of(run: Run) -> str:
+    return f"{run.file}, {show('val_loss', run.value('val_loss'))} in {run.time or 0:.3f} s"

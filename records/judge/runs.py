@@ -73,14 +73,14 @@ RULER = "=" * 100               # stands before and after the versions and the h
 MAX_LOG = 64 << 20              # bytes of one log
 MAX_LOGS = 3000                 # logs in one call
 DATE = re.compile(r"(20\d\d)-?(\d\d)-?(\d\d)")     # how the folder of a record begins
-HEAD_LINE = re.compile(r"(?i)\n(?:running |python \d|nvidia-smi|torch)")
+# Begins what a log says of versions and hardware, which another ruler ends
+HEADER = re.compile(rf"^{RULER}\n(?=(?i:running |python \d|nvidia-smi|torch))", re.M)
 NUMBER = r"(?:\d+(?:\.\d+)?|nan|inf)(?=[\s,;]|$)"       # else it may be a part of a damaged one
 STEP = re.compile(              # step, steps, kind of loss, loss, val_bpb, time, its unit, tok/s, mean loss
     rf"^(?:step:)?(\d+)/(\d+) (?=\w+(?:_loss|_partial|_time):)"
     rf"(?:(train_loss|val_loss(?:_partial)?): ?({NUMBER}))? ?(?:val_bpb: ?({NUMBER}))?"
     r"(?:.*?\btrain_time: ?(\d+(?:\.\d+)?)(ms|s|m)\b(?:.*? tok/s:(\d+))?)?"
     rf"(?:.* mean_loss:({NUMBER})$)?", re.M)
-LLMC = re.compile(rf"^s:(\d+) (tel|trl):({NUMBER})", re.M)         # of llm.c: loss of val, of train
 FINAL = re.compile(             # tag, name of the loss, loss, val_bpb
     rf"^(\S*(?:final|exact|quantized|ttt)\S*)(?: [a-z_]+:\S+)*? (val_loss(?:_partial)?): ?({NUMBER})"
     rf"(?: val_bpb: ?({NUMBER}))?(?=\s|$)", re.M)
@@ -99,7 +99,6 @@ SETTINGS_LINE = re.compile(
 SECONDS = re.compile(
     r"^(?!.*(?:diagnostic|pre-quantization))"
     r".*?\b(?:eval_time: ?(\d+)ms|total_time[=:] ?(\d+(?:\.\d+)?)s)", re.M)
-PROTOCOL = re.compile(r"^final_(\w+) (val_loss_\1:\S+(?: val_bpb_\1:\S+)?) eval_time:", re.M)
 RESUMED = re.compile(r"(?m)^resume: from step (\d+) at train_time:(\d+)ms")
 SUMMARY = re.compile(r"^ +(\w+)  (\S.*)$", re.M)
 WHOLE_END = re.compile(r"(?:ms|\.\d{8}|MiB|bytes)\s*$")         # of a last line without a line end
@@ -148,8 +147,8 @@ class Run:
     label: str = ""                 # how it is called, if not by its file's name
     kind: str = ""                  # of score_kind(): which of its final scores counts; "": the last
     source: str | None = None       # the script that it begins with
+    body: str = ""                  # its lines, without script and versions
     finals: list = dataclasses.field(default_factory=list)      # [(tag, val_loss, val_bpb or None)]
-    protocols: dict = dataclasses.field(default_factory=dict)   # {"sliding": [what its lines say], ...}
     # of Points; part: a part of val, scored during training
     curves: dict = dataclasses.field(default_factory=lambda: {"train": [], "val": [], "part": []})
     facts: dict = dataclasses.field(default_factory=dict)       # of NUMBERS and WORDS
@@ -161,6 +160,8 @@ class Run:
     sizes: set = dataclasses.field(default_factory=set)         # all numbers of bytes
     settings: dict = dataclasses.field(default_factory=dict)    # constants of a foreign log
     after: list = dataclasses.field(default_factory=list)       # [(adapts weights?, seconds)] after training
+    json: str = ""                  # in a record of ours the file name of its result,
+    result: dict = dataclasses.field(default_factory=dict)      # and what that holds
     steps: int = 0
     finished: bool = False
     steps_repeat: bool = False      # a step number came back: resumed, or two runs in one file
@@ -212,6 +213,13 @@ class Run:
             return self.facts.get("last_bpb")
         return None
 
+    def exact(self, metric: str) -> float | None:
+        """The same with all digits, where there is a result.json that tells it."""
+        if metric == "time" and "train_time_ms" in self.result:
+            return self.result["train_time_ms"] / 1000
+        told = self.result.get(metric)
+        return self.value(metric) if told is None else told
+
     def counted(self, metric: str) -> tuple | None:
         """The one of the final scores that counts; None where the log has none."""
         # a log of ours has two scores; its configuration says which one counts
@@ -230,26 +238,14 @@ def score_kind(tag: str) -> str:
     return next((kind for kind in ("ttt", "sliding") if kind in tag), "plain")
 
 
-def split_log(text: str) -> tuple[str, str, str]:
-    """(source or None, versions and hardware, lines of the run) of a log's text."""
-    at = -1
-    while (at := text.find(RULER + "\n", at + 1)) >= 0:
-        begins_a_line = at == 0 or text[at - 1] == "\n"
-        if begins_a_line and HEAD_LINE.match(text, at + len(RULER)):
-            settings = ""
-            source = text[:at].removesuffix("\n")
-            if found := SETTINGS.match(source):
-                settings = found[0]
-                source = source[found.end():]
-            head, ruler, body = text[at + len(RULER) + 1:].partition(RULER)
-            is_script = re.search(r"^(?:import|from) \w", source, re.M)     # else a list of settings
-            if not is_script:
-                settings += source
-                source = None
-            return source, f"{settings}\n{head}", body if ruler else head
-    if re.match(r"\s*(?:#!|import \w|from \w+ import|'''|\"\"\"|def |class )", text):
-        return split_at_ruler(text)
-    return None, text[:20_000], text
+def script_of(text: str) -> tuple[str | None, str]:
+    """(script or None, settings) of what stands before the versions of a log."""
+    found = SETTINGS.match(text)
+    settings = found[0] if found else ""
+    script = text.removeprefix(settings).removesuffix("\n")
+    if re.search(r"^(?:import|from) \w", script, re.M):
+        return script, settings
+    return None, settings + script      # a list of settings
 
 
 def split_at_ruler(text: str) -> tuple[str, str, str]:
@@ -314,39 +310,41 @@ def log_text(path: Path) -> str:
     return text
 
 
-def second_run(body: str) -> int:
-    """Where another run begins in the lines of a run, or -1."""
-    at = body.find("\n" + RULER + "\n")
-    while at >= 0 and not HEAD_LINE.match(body, at + 1 + len(RULER)):
-        at = body.find("\n" + RULER + "\n", at + 1)
-    return at
-
-
-def parts_of(text: str) -> list[tuple[str, str, str]]:
-    """[(source, head, lines)] of each run in a log: where another header begins, or the steps begin again."""
-    parts = []
-    source, head, body = split_log(text)
-    while (at := second_run(body)) >= 0:
-        lines = body[:at]
-        _, next_head, next_body = split_log(body[at + 1:])
-        first_lines = "\n" + "\n".join((source or RULER).split("\n")[:3])
-        at = lines.rfind(first_lines)       # where the script of the next run begins, if it begins alike
-        parts.append((source, head, lines[:at] if at >= 0 else lines))
-        source = lines[at + 1:] if at >= 0 else None
-        head = next_head
-        body = next_body
-    parts.append((source, head, body))
+def parts_of(text: str) -> list[tuple[str | None, str, str]]:
+    """[(script or None, versions and hardware, lines)] of each run of a log's text, one for each header."""
+    header = HEADER.search(text)
+    if not header:
+        begins_with_script = re.match(r"\s*(?:#!|import \w|from \w+ import|'''|\"\"\"|def |class )", text)
+        return [split_at_ruler(text) if begins_with_script else (None, text[:20_000], text)]
     found = []
-    for source, head, body in parts:
-        first = STEP.search(body)
-        cuts = []
-        for before, line in itertools.pairwise(STEP.finditer(body)):
-            if line[1] == first[1] and int(line[1]) < int(before[1]):
-                ends = [before, *FINAL.finditer(body, before.end(), line.start())]
-                cuts.append(body.index("\n", ends[-1].end()) + 1)
-        for start, end in itertools.pairwise([0, *cuts, len(body)]):
-            found.append((source, head, body[start:end] if cuts else body))
+    source, settings = script_of(text[:header.start()])
+    while header:
+        end = text.find(RULER, header.end())
+        head = text[header.end():end if end >= 0 else None]
+        start = end + len(RULER) if end >= 0 else header.end()
+        following = HEADER.search(text, start)
+        body = text[start:following.start() if following else None]
+        next_source = None
+        if following:       # its script begins as the one before does
+            body, line_end, rest = body.rpartition("\n" + "\n".join((source or RULER).split("\n")[:3]))
+            next_source = line_end[1:] + rest if line_end else None
+            body = body or rest
+        found.append((source, f"{settings}\n{head}", body))
+        source = next_source and next_source.removesuffix("\n")
+        settings = ""
+        header = following
     return found
+
+
+def cut_where_steps_begin_again(body: str) -> list[str]:
+    """The lines of a run, or of each of several that one log holds without further headers."""
+    first = STEP.search(body)
+    cuts = [0]
+    for before, line in itertools.pairwise(STEP.finditer(body)):
+        if line[1] == first[1] and int(line[1]) < int(before[1]):
+            ends = [before, *FINAL.finditer(body, before.end(), line.start())]
+            cuts.append(body.index("\n", ends[-1].end()) + 1)
+    return [body[start:end] for start, end in itertools.pairwise([*cuts, len(body)])] if cuts[1:] else [body]
 
 
 def read_curves(run: Run, body: str) -> None:
@@ -371,20 +369,15 @@ def read_curves(run: Run, body: str) -> None:
         if bpb:
             run.facts["last_bpb"] = float(bpb)
     losses = dict(re.findall(r"^val_part step:(\d+) val_loss:(\d+\.\d+)$", body, re.M))
-    run.curves["part"] = part_of_val(run, {int(step): float(loss) for step, loss in losses.items()})
+    run.curves["part"] = points_of_part(run, {int(step): float(loss) for step, loss in losses.items()})
     for metric, value in re.findall(r"val_\w*?(loss|bpb)\w*[:=] ?(\d+\.\d+)", body[at:]):
         run.scores.append((f"val_{metric}", float(value)))
     for ms, seconds in dict.fromkeys(SECONDS.findall(body, at)):
         run.after.append((bool(seconds), float(seconds) if seconds else float(ms) / 1000))
     run.sizes = {int(value) for value in re.findall(r"(\d{4,})(?= bytes|/16000000)", body)}
-    if not run.steps:
-        for step, kind, loss in LLMC.findall(body):
-            run.steps = int(step)
-            run.facts["stopped_at"] = float(step)
-            run.curves["val" if kind == "tel" else "train"].append(Point(run.steps, 0.0, float(loss), None))
 
 
-def part_of_val(run: Run, losses: dict[int, float]) -> list[Point]:
+def points_of_part(run: Run, losses: dict[int, float]) -> list[Point]:
     """The Points of losses {step: loss} on a part of val, with the seconds of the training lines."""
     train = {point.step: point.seconds for point in run.curves["train"]}
     if not train:
@@ -423,13 +416,10 @@ def read_settings(run: Run, head: str, body: str) -> None:
         run.settings |= dict(pair.split(":") for pair in line.split())
 
 
-def read_log(path: Path) -> Run:
-    """The one run of a log. Raises Refused for what is no text or holds more than one."""
-    return only(read_logs(path))
-
-
-def only(found: list[Run]) -> Run:
-    """The one run of those that a log holds. Raises Refused if there are more."""
+def read_log(path: Path, read: Callable[[Path], list[Run]] | None = None) -> Run:
+    """The one run of a log, by its text or as `read` does. Raises Refused for what is no text or holds more
+    than one."""
+    found = (read or read_logs)(path)
     demand(len(found) == 1, f"{found[0].path.name} holds more than one run")
     return found[0]
 
@@ -437,7 +427,8 @@ def only(found: list[Run]) -> Run:
 def read_logs(path: Path) -> list[Run]:
     """The runs of a log of this project or of another one, as Runs. Raises Refused for what is no text."""
     path = Path(path)
-    found = [read_run(path, *part) for part in parts_of(log_text(path))]
+    found = [read_run(path, source, head, lines) for source, head, body in parts_of(log_text(path))
+             for lines in cut_where_steps_begin_again(body)]
     found = [run for run in found if run.curves["val"] or run.finals] or found[:1]
     if len(found) > 1:
         for number, run in enumerate(found, 1):
@@ -447,7 +438,7 @@ def read_logs(path: Path) -> list[Run]:
 
 def read_run(path: Path, source: str | None, head: str, body: str) -> Run:
     """One part of a log -> Run."""
-    run = Run(path, source=source)
+    run = Run(path, source=source, body=body)
     read_curves(run, body)
     rest = re.sub(r"^step:\d.*\n", "", body, flags=re.M)        # most lines of a log are steps
     read_facts(run, head, rest)
@@ -455,8 +446,6 @@ def read_run(path: Path, source: str | None, head: str, body: str) -> Run:
     for tag, name, loss, bpb in FINAL.findall(rest):
         run.partial |= name == "val_loss_partial"
         run.finals.append((tag, float(loss), float(bpb) if bpb else None))
-    for protocol, scores in PROTOCOL.findall(rest):
-        run.protocols.setdefault(protocol, []).append(scores)
     run.config = dict(re.findall(r"^config (\w+)=(.*)$", rest, re.M))
     run.digests = dict(re.findall(r"^sha256 (\S+):([0-9a-f]{64})$", rest, re.M))
     if settings := re.search(r"^eval settings: (.+)$", rest, re.M):
@@ -497,68 +486,63 @@ def read_runs(log: Path | str) -> list[Run]:
     log = Path(log)
     events = read_events(log.parent) if log.name == "train.log" else []
     if any(event["kind"] == "start" for event in events):
-        with contextlib.suppress(KeyError, TypeError, ValueError):      # they are another program's
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):      # another program's
             return [run_of_events(log, events)]
     return read_logs(log)
 
 
 def run_of_events(log: Path, events: list[dict[str, Any]]) -> Run:
-    """The Run of a train.log by its events, in the digits of the log. What only checks of records ask for,
-    such as sizes, is left to read_log()."""
-    run = Run(log)
+    """The Run of a train.log by its events: those that compare runs are read as the lines of the log that
+    they stand for. What only checks of records ask for, such as sizes, is left to read_log()."""
     script = log.with_name("train_gpt.py")
-    if script.is_file():
-        run.source = inputs.read_text(script, "replace")
-    parts = {}
-    for event in events:
-        kind = event["kind"]
-        if kind == "start":
-            data = event["data"]
-            run.config = event["config"]
-            run.facts |= {"torch": event["torch"], "hardware": event["hardware"],
-                          "fingerprint": str(data["fingerprint"]), "val_tokens": str(data["val_tokens"]),
-                          "val_bytes": str(data.get("val_bytes")), "data": str(data.get("name"))}
-            run.digests = data.get("sha256", {})
-            run.eval = {name: str(value) for name, value in event.get("eval", {}).items()}
-            own, taken = event.get("overrides", {}).get("val_tokens", ("0", "0"))
-            run.partial = taken not in ("0", own)
-        elif kind == "setup":
-            told = {name: f"{event[f'{name}_ms']}ms" for name in ("setup", "compile")}
-            run.settings = run.settings or told     # of a resumed run the first, as in the text
-        elif kind in ("train", "val"):
-            add_point(run, event)
-        elif kind == "val_part":
-            parts[event["step"]] = round(event["val_loss"], 4)
-        elif kind == "stop":
-            run.facts |= {"stopped_ms": float(round(1e3 * event["seconds"])), "stopped_at": event["step"]}
-        elif kind == "score":
-            bpb = event["val_bpb"]
-            for end, digits in (("", 4), ("_exact", 8)):
-                rounded = None if bpb is None else round(bpb, digits)
-                run.finals.append((event["tag"] + end, round(event["val_loss"], digits), rounded))
-        elif kind == "result":
-            run.summary["tokens"] = str(event["tokens"])
-            if event["core"] is not None:
-                run.facts["core"] = round(event["core"], 6)
-    run.curves["part"] = part_of_val(run, parts)
-    val = run.curves["val"]
-    ends = {run.facts.get("stopped_at"), *[event["steps"] for event in events if event["kind"] == "val"]}
-    run.finished = bool(run.finals) or bool(val) and val[-1].step in ends
-    return run
+    source = inputs.read_text(script, "replace") if script.is_file() else None
+    start = next(event for event in events if event["kind"] == "start")
+    own, taken = start.get("overrides", {}).get("val_tokens", ("0", "0"))
+    name = "val_loss" if taken in ("0", own) else "val_loss_partial"
+    lines = [line for event in events for line in lines_of_event(event, name)]
+    head = f"torch {start['torch']} \nhardware: {start['hardware']}\n"
+    return read_run(log, source, head, "\n".join([*lines, ""]))
 
 
-def add_point(run: Run, event: dict[str, Any]) -> None:
-    """Adds a loss of training or of val to a Run's curves."""
+def lines_of_event(event: dict[str, Any], name: str) -> list[str]:
+    """An event as a log of ours tells it. name: of the loss on val."""
     kind = event["kind"]
-    curve = run.curves[kind]
-    step = event["step"]
-    run.steps = max(run.steps, step)
-    run.steps_repeat |= bool(curve) and step <= curve[-1].step
-    mean = event.get("mean_loss")
-    curve.append(Point(step, round(1e3 * event["seconds"]) / 1e3, round(event[f"{kind}_loss"], 4),
-                       event.get("tokens"), None if mean is None else round(mean, 4)))
-    if event.get("val_bpb") is not None:
-        run.facts["last_bpb"] = round(event["val_bpb"], 4)
+    ms = round(1e3 * event.get("seconds", 0))
+    if kind == "start":
+        data = event["data"]
+        settings = " ".join([f"{key}:{value}" for key, value in event.get("eval", {}).items()])
+        return [f"data: {data.get('name')} train tokens:{data.get('train_tokens', 0)} in 1 shards, "
+                f"val tokens:{data['val_tokens']}", f"data: val_bytes:{data.get('val_bytes')}",
+                f"data: text fingerprint {data['fingerprint']}", f"eval settings: {settings}",
+                *[f"config {key}={value}" for key, value in event["config"].items()],
+                *[f"sha256 {key}:{digest}" for key, digest in data.get("sha256", {}).items()]]
+    if kind == "setup":
+        return [f"setup:{event['setup_ms']}ms compile:{event['compile_ms']}ms"]
+    if kind == "train":
+        rate = f" tok/s:{event['tokens'] / event['seconds']:.0f}" if event.get("tokens") and ms else ""
+        mean = event.get("mean_loss")
+        more = "" if mean is None else f" mean_loss:{mean:.4f}"
+        return [f"step:{event['step']}/{event.get('steps', 0)} train_loss:{event['train_loss']:.4f} "
+                f"train_time:{ms}ms{rate}{more}"]
+    if kind == "val":
+        return [f"step:{event['step']}/{event['steps']} {name}:{event['val_loss']:.4f}"
+                f"{bpb_text(event, 4)} train_time:{ms}ms"]
+    if kind == "val_part":
+        return [f"val_part step:{event['step']} val_loss:{event['val_loss']:.4f}"]
+    if kind == "stop":
+        return [f"stopping_early: {event['reason']} train_time:{ms}ms step:{event['step']}/0"]
+    if kind == "score":
+        return [f"{event['tag']}{end} {name}:{event['val_loss']:.{digits}f}{bpb_text(event, digits)}"
+                for end, digits in (("", 4), ("_exact", 8))]
+    if kind == "result":
+        core = [] if event["core"] is None else [f"core_metric {event['core']:.6f}"]
+        return [*core, f"        tokens  {event['tokens']}"]
+    return []
+
+
+def bpb_text(event: dict[str, Any], digits: int) -> str:
+    """The bits per byte of an event, if it has them."""
+    return "" if event.get("val_bpb") is None else f" val_bpb:{event['val_bpb']:.{digits}f}"
 
 
 # ------------------------------------------------------------ many runs
@@ -719,7 +703,7 @@ def why_not_another(run: Run, earlier: list[Run]) -> str:
 
 def name_of(run: Run) -> str:
     """How a sentence calls a run: by its folder where all logs have one name."""
-    return f"{run.path.parent.name}/{run.file}" if run.file == "train.log" else run.file
+    return run.path.resolve().parent.name if run.file == "train.log" else run.file
 
 
 def demand_samples(runs: list[Run]) -> None:

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from records.judge.runs import Run, demand, score_kind
+from records.judge.runs import Run, demand, name_of, score_kind
 
 # Names of what is compared. Where tokenizers differ, val_bpb still compares by the text alone
 TEXT = ("text", "val bytes", "kind of score", "scored weights")
@@ -82,15 +82,9 @@ def facts_of(run: Run, metric: str) -> dict[str, Any]:
             "kind of score": score_kind(final[0]) if final else "plain", "scored weights": weights}
 
 
-def name_in_list(run: Run) -> str:
-    """How a list of runs calls one: by its folder where all logs have one name."""
-    ours = run.path.name.startswith("train") and run.path.suffix == ".log"
-    return (run.path.resolve().parent.name if ours else "") or run.file
-
-
 def listed(runs: Iterable[Run]) -> str:
     """The names of runs, each once, three at most."""
-    names = [*dict.fromkeys([name_in_list(run) for run in runs])]
+    names = [*dict.fromkeys([name_of(run) for run in runs])]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -191,12 +185,20 @@ def name_of_metric(runs: list[Run], metric: str) -> str:
     return "val_loss_partial" if metric == "val_loss" and any(run.partial for run in runs) else metric
 
 
-def partial_line(runs: list[Run]) -> str:
-    """What val_loss_partial is, for people."""
-    run = next(run for run in runs if run.partial)
+def part_of_val(run: Run) -> str:
+    """`all 429,103 val tokens`, or the first of them; "" where the log does not tell."""
     targets = targets_of(run)
     split = number(run.facts.get("val_tokens"))
-    part = f"the first {targets:,} of {split:,} val tokens" if targets and split else "a part of val"
+    if not targets or not split:
+        return ""
+    if targets == split - 1:
+        return f"all {targets:,} val tokens"
+    return f"the first {targets:,} of {split:,} val tokens"
+
+
+def partial_line(runs: list[Run]) -> str:
+    """What val_loss_partial is, for people."""
+    part = part_of_val(next(run for run in runs if run.partial)) or "a part of val"
     return (f"val_loss_partial: the loss on {part}, which is not how many the preset scores: compare it only "
             "with the loss on the same tokens, not with records or targets")
 

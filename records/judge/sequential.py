@@ -10,6 +10,7 @@ share of false ones stays at most ALPHA, however the tries depend on each other 
 testing with e-values, arXiv:2311.06412).
 """
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ ALPHA_LOSS = 0.05   # of a single change: probability that it is called a loss b
 FIRST_NIGHT = 50    # tries that share three quarters of ALPHA
 SIZES = (0.5, 1.0, 2.0, 4.0, 8.0)   # gains that the mixture weighs alike, in deviations of a difference
 INTERVAL = 0.95
+FAR = 300.0         # deviations that no interval reaches
 
 
 class Noise(NamedTuple):
@@ -38,26 +40,17 @@ class Series(NamedTuple):
         return self._replace(mean=-self.mean)
 
 
-def squares_of(groups: list) -> Noise:
-    """Squared deviations of several lists of differences, each from its own mean."""
-    squares = 0.0
-    df = 0
-    for group in groups:
-        if len(group) > 1:
-            squares += float(np.var(group)) * len(group)
-            df += len(group) - 1
-    return Noise(squares, df)
+def noise_of(gains: Sequence[float]) -> Noise:
+    """What a list of differences tells of their deviation."""
+    return Noise(float(np.var(gains)) * len(gains), len(gains) - 1) if len(gains) > 1 else Noise()
 
 
-def series_of(groups: list, noise: Noise = Noise()) -> Series:
-    """The series of a single list of differences, or of a list for each width and text. Their means may
-    differ, their deviation is the same."""
-    own = squares_of(groups)
-    squares = own.squares + noise.squares
+def series_of(gains: Sequence[float], noise: Noise = Noise()) -> Series:
+    """The series of a list of differences, whose deviation is also known from earlier ones."""
+    own = noise_of(gains)
     df = own.df + noise.df
-    numbers = [number for group in groups for number in group]
-    mean = float(np.mean(numbers)) if numbers else 0.0
-    return Series(mean, (squares / df) ** 0.5 if df else 0.0, df, len(numbers))
+    std = ((own.squares + noise.squares) / df) ** 0.5 if df else 0.0
+    return Series(float(np.mean(gains)), std, df, len(gains))
 
 
 def evidence(series: Series) -> float:
@@ -90,19 +83,14 @@ def interval(series: Series) -> tuple[float, float]:
     from scipy import optimize
     if series.df < 1 or series.std <= 0:
         return -math.inf, math.inf
-    needed = math.log(2 / (1 - INTERVAL))
-
     def short_of(shift: float) -> float:
         """Evidence for a mean that many deviations above what is assumed, less what is needed."""
         assumed = series._replace(mean=shift * series.std)
-        return math.log(max(evidence(assumed), 1e-300)) - needed
+        return math.log(max(evidence(assumed), 1e-300)) - math.log(2 / (1 - INTERVAL))
 
-    far = 0.5
-    while short_of(far) < 0 and far < 300:
-        far *= 1.5
-    if short_of(far) < 0:
+    if short_of(FAR) < 0:
         return -math.inf, math.inf
-    half = float(optimize.brentq(short_of, 1e-9, far)) * series.std
+    half = float(optimize.brentq(short_of, 1e-9, FAR)) * series.std
     return series.mean - half, series.mean + half
 
 
@@ -151,14 +139,4 @@ def more_needed(series: Series, needed: float, limit: int = 1000) -> int | None:
     size = abs(series.mean)
     if series.mean < 0:
         needed = min(needed, 1 / ALPHA_LOSS)
-    if evidence(after(series, limit, size)) < needed:
-        return None
-    few = 0
-    enough = limit
-    while enough - few > 1:
-        more = (few + enough) // 2
-        if evidence(after(series, more, size)) < needed:
-            few = more
-        else:
-            enough = more
-    return enough
+    return next((more for more in range(1, limit + 1) if evidence(after(series, more, size)) >= needed), None)

@@ -7,23 +7,20 @@ import datetime
 import itertools
 import os
 import re
-import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
 from records.judge.runs import (
     Run, demand, demand_no_dead_link, demand_samples, demand_seed, describe, equal_point, identity,
-    judge, judge_lines, load_runs, name_of, only, pick_metric, read_runs, same_losses, show, stats_line,
+    judge, judge_lines, load_runs, name_of, pick_metric, read_log, read_runs, same_losses, show, stats_line,
     test_line, test_target, test_welch, why_not_another)
 from records.judge.scores import comparable_curves, demand_comparable, name_of_metric
 from records.show.curves import draw
 from records.show.names import telling_names
-from records.verify.folders import ROOT, sha256
+from records.verify.folders import sha256
 
 
 # ------------------------------------------------------------ running
@@ -44,7 +41,7 @@ def run_once(label: str, command: str, run_id: str, seed: int) -> Run:
     demand(done.returncode == 0, f"{label}: the command ended with {done.returncode}: {said}")
     log = Path("logs", run_id, "train.log")
     demand(log.exists(), f"{label}: the command left no {log}; it must heed SEED and RUN_ID")
-    run = only(read_runs(log))
+    run = read_log(log, read_runs)
     demand_seed(run, seed, label)
     return run
 
@@ -79,16 +76,6 @@ def run_in_turn(commands: dict[str, str], n: int, say: Callable, seed: int = 133
     return found
 
 
-def flags_of(settings: dict[str, Any]) -> list[str]:
-    """{name: value} as flags of the trainer."""
-    return [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
-
-
-def training_command(settings: dict[str, Any], script: Path = ROOT / "train_gpt.py") -> str:
-    """A shell command that trains with {name: value} as flags; the trainer refuses one it does not know."""
-    return shlex.join([sys.executable, str(script), *flags_of(settings)])
-
-
 # ------------------------------------------------------------ comparing
 def compare(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
     """Is B better than A?"""
@@ -112,8 +99,10 @@ def compare(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
         s = describe([run.value(metric) for run in runs])
         times = [run.time for run in runs if run.time is not None]
         seconds = f"{describe(times).mean:.4f} s" if times else "no times"
-        say(f"{letter}: {name_of_metric(both, metric)} {stats_line(metric, s)}; {seconds}; "
-            f"torch {kinds('torch', runs)}; {kinds('hardware', runs)}")
+        torch, hardware = ("/".join(sorted({str(run.facts.get(key)) for run in runs}))
+                           for key in ("torch", "hardware"))
+        say(f"{letter}: {name_of_metric(both, metric)} {stats_line(metric, s)}; {seconds}; torch {torch}; "
+            f"{hardware}")
     splits = comparable_curves(both)
     for axis, name, unit in (("seconds", "time", "s"), ("tokens", "tokens", "tokens")):
         if point := equal_point(a, b, axis, splits):
@@ -147,11 +136,6 @@ def demand_sides(a: list[Run], b: list[Run]) -> None:
         demand(identity(run) not in of_a, f"{name_of(run)} is on both sides: leave it out of one of them")
 
 
-def kinds(key: str, runs: list[Run]) -> str:
-    """The torch builds or the hardware of runs, each once."""
-    return "/".join(sorted({str(run.facts.get(key)) for run in runs}))
-
-
 def stats(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
     """n, values, times, mean, std and tests of whatever lies at the paths."""
     runs = load_runs(args.paths, say)
@@ -183,21 +167,11 @@ def stats(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
         out["test"] = test and test._asdict()
         say(f"against {args.target:.10g}: {told}")
     if baseline:
-        out |= against_baseline(baseline, metric, values, times, say)
+        of_baseline = [run.value(metric) for run in baseline]
+        found = judge(of_baseline, values, metric)
+        times_before = [run.time for run in baseline if run.time is not None]
+        ratio = describe(times).mean / describe(times_before).mean if times and times_before else None
+        say(f"A, the baseline: {metric} {stats_line(metric, describe(of_baseline))}",
+            *judge_lines(metric, found), f"time ratio: {show('', ratio)}")
+        out |= {"against_baseline": found, "time_ratio": ratio}
     return out
-
-
-def against_baseline(baseline: list[Run], metric: str, values: list[float], times: list[float],
-                     say: Callable) -> dict[str, Any]:
-    """Welch's test and the ratio of times of the baseline's runs and others."""
-    old = [run.value(metric) for run in baseline]
-    old_times = [run.time for run in baseline if run.time is not None]
-    test, interval = test_welch(old, values, metric)
-    difference = describe(values).mean - describe(old).mean
-    ratio = describe(times).mean / describe(old_times).mean if times and old_times else None
-    span = f" (95 %: {interval[0]:+.6f} to {interval[1]:+.6f})" if interval else ""
-    say(f"baseline: {metric} {stats_line(metric, describe(old))}",
-        f"Welch: {test_line(test)}; difference {difference:+.6f}{span}",
-        f"time ratio: {show('', ratio)}")
-    return {"baseline": describe(old)._asdict(), "welch": test and test._asdict(),
-            "difference": difference, "interval": interval, "time_ratio": ratio}

@@ -1,34 +1,35 @@
 """A change of a recipe, tried on a proxy: `record try`.
 
-The name of a run says all that the run depends on. A finished run is read, never trained again, so what was
-killed goes on where it stopped. The statistics are in sequential.py.
+A finished run is read, never trained again, so a try that was killed goes on where it stopped. The statistics
+are in sequential.py.
 """
-import ast
 import csv
-import hashlib
 import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from data import inputs
 from records.judge import sequential
 from records.judge.runs import (
-    Refused, Run, WrongSeed, demand, demand_seed, make_folder, only, read_runs, remove_folder,
+    Refused, Run, WrongSeed, demand, demand_seed, make_folder, read_log, read_runs, remove_folder,
     why_not_another)
 from records.judge.scores import demand_comparable
-from records.judge.sequential import Noise, Series
-from records.judge.trials import last_line, run_once, training_command
-from records.verify.folders import ROOT, sha256
+from records.judge.sequential import Noise
+from records.judge.trials import last_line, run_once
+from records.verify.folders import ROOT, sha256, track_of
 
 LEDGER = "logs/tries.tsv"
 COLUMNS = ("number", "when", "commit", "script", "what", "preset", "width", "text", "tokens", "pairs", "gain",
@@ -59,27 +60,15 @@ class Change(NamedTuple):
 def proxy_command(change: Change, proxy: Proxy) -> str:
     """A shell command that trains the change on the proxy, by the rules of this checkout."""
     settings = {"trainer": change.script.parent, "preset": proxy.preset, "proxy": proxy.width,
-                "data_path": proxy.text}
-    return training_command(settings | change.flags, ROOT / PROXIES)
-
-
-@cache
-def script_facts(path: Path) -> tuple[str, list[str]]:
-    """sha256 of a script that nobody edits, and its constants as they are named in an environment."""
-    text = inputs.read_text(path)
-    constants = re.findall(r"^    (\w+): \w+ = option(?:al)?\(", text, re.M)
-    return sha256(text.encode()), sorted({name.upper() for name in constants} - {"SEED", "RUN_ID"})
+                "data_path": proxy.text} | change.flags
+    flags = [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
+    return shlex.join([sys.executable, str(ROOT / PROXIES), *flags])
 
 
 def run_name(change: Change, proxy: Proxy, seed: int) -> str:
-    """The folder of a run: proxy, seed, and a hash of all else that it depends on."""
-    script, constants = script_facts(change.script)
-    environment = [(name, os.environ[name]) for name in constants if name in os.environ]
-    manifest = Path(proxy.text, "manifest.json")
-    text = sha256(inputs.read_bytes(manifest)) if manifest.exists() else ""
-    rules = sha256(inputs.read_bytes(ROOT / PROXIES))
-    made_of = json.dumps([script, rules, sorted(change.flags.items()), environment, text])
-    digest = hashlib.sha256(made_of.encode()).hexdigest()[:10]
+    """The folder of a run: proxy, a hash of script and flags, and the seed, which no other try has."""
+    made_of = json.dumps([inputs.read_text(change.script), sorted(change.flags.items())])
+    digest = sha256(made_of.encode())[:10]
     return f"proxy_{proxy.preset}_{proxy.width}_{Path(proxy.text).name}_{digest}_seed{seed}"
 
 
@@ -88,7 +77,7 @@ def finished(name: str) -> Run | None:
     log = Path("logs", name, "train.log")
     if not Path("logs", name, "result.json").exists() or not log.exists():
         return None
-    run = only(read_runs(log))
+    run = read_log(log, read_runs)
     return run if run.finished else None
 
 
@@ -104,8 +93,11 @@ def run_or_read(change: Change, proxy: Proxy, seed: int, threads: int) -> Run:
     return run_once(change.name, command, name, seed)
 
 
-def loss_of(run: Run) -> float:
-    """What is compared: the final val_loss, in nats per token. Raises Refused for one that is not finite."""
+def loss_of(run: Run | Refused) -> float:
+    """What is compared: the final val_loss, in nats per token. Raises Refused for one that is not finite, or
+    if the run failed."""
+    if isinstance(run, Refused):
+        raise run
     loss = run.value("val_loss")
     demand(loss is not None and abs(loss) < 1e6, f"{run.path.parent.name} has no finite val_loss")
     return float(loss)      # type: ignore[arg-type]
@@ -156,34 +148,18 @@ def git(*words: str) -> str:
 
 def sections(text: str) -> dict[str, str]:
     """{title: text} of the sections of a train_gpt.py."""
-    found = {"1 docstring": ""}
-    title = "1 docstring"
-    for line in text.splitlines(keepends=True):
-        if line.startswith(BANNER):
-            title = line.removeprefix(BANNER).strip()
-            found[title] = ""
-        found[title] += line
-    return found
-
-
-def demand_python(text: str) -> None:
-    """Raises Refused for a train_gpt.py that is no Python."""
-    try:
-        ast.parse(text)
-    except SyntaxError as error:
-        raise Refused(f"train_gpt.py, line {error.lineno}: {error.msg}") from None
+    parts = [part.partition("\n") for part in f"1 docstring\n{text}".split(f"\n{BANNER}")]
+    return {title.strip(): body for title, _, body in parts}
 
 
 def forbidden_edits(before: str, after: str, preset: str) -> list[str]:
-    """Titles of the sections that differ and that a try of this recipe leaves alone. Raises Refused."""
-    demand_python(after)
+    """Titles of the sections that differ and that a try of this recipe leaves alone."""
     old = sections(before)
     new = sections(after)
     titles = [title for title in {**old, **new} if old.get(title) != new.get(title)]
-    track = preset.removesuffix("_plus")
+    track = track_of(preset)
     own = (f"{preset}:", f"{track} and {track}_plus:")
-    found = [title for title in titles if title not in FREE_SECTIONS and not title.startswith(own)]
-    return found
+    return [title for title in titles if title not in FREE_SECTIONS and not title.startswith(own)]
 
 
 def frozen(text: str, folder: Path) -> Path:
@@ -206,15 +182,11 @@ def flags_of(words: list[str]) -> dict:
 
 
 # ------------------------------------------------------------ the ledger
-def read_table(path: str | Path) -> list[dict]:
-    """The rows of a file of tab-separated cells, whose first line names the columns."""
-    lines = io.StringIO(inputs.read_text(path), newline="")
-    return list(csv.DictReader(lines, delimiter="\t"))
-
-
 def read_ledger(path: str | Path) -> list[dict]:
-    """The tries so far."""
-    return read_table(path) if Path(path).exists() else []
+    """The tries so far: rows of tab-separated cells, whose first line names the columns."""
+    if not Path(path).exists():
+        return []
+    return list(csv.DictReader(io.StringIO(inputs.read_text(path), newline=""), delimiter="\t"))
 
 
 def add_to_ledger(path: str | Path, row: dict) -> None:
@@ -314,8 +286,6 @@ def pairs_of(head: Change, yours: Change, proxy: Proxy, number: int, noise: Nois
     gains: list[float] = []
     runs_before: list[Run] = []
     runs_after: list[Run] = []
-    series = Series(0.0, 0.0, 0, 0)
-    said = ""
     stop = False
     while not stop:
         seed = FIRST_SEED + 100 * number + len(gains)
@@ -326,30 +296,24 @@ def pairs_of(head: Change, yours: Change, proxy: Proxy, number: int, noise: Nois
             after, before = side_by_side(jobs[::-1], workers_of(args))
         else:
             before, after = side_by_side(jobs, workers_of(args))
-        if isinstance(before, Refused):
-            raise before
+        head_loss = loss_of(before)
+        add_sample(runs_before, before, head)
         if isinstance(after, WrongSeed):
             raise after
-        add_sample(runs_before, before, head)
-        if isinstance(after, Run):
-            add_sample(runs_after, after, yours)
-            demand_comparable([runs_before[0], before, after], "val_loss", quiet if gains else say)
         try:
-            if isinstance(after, Refused):
-                raise after
             loss = loss_of(after)
         except Refused as error:
             return dict(pairs=len(gains), verdict="fails", kept="no", said=f"fails: {error}")
-        head_loss = loss_of(before)
+        add_sample(runs_after, after, yours)
+        demand_comparable([runs_before[0], before, after], "val_loss", quiet if gains else say)
         gains.append(head_loss - loss)
-        series = sequential.series_of([gains], noise)
+        series = sequential.series_of(gains, noise)
         said, stop = sequential.verdict(series, needed, args.pairs)
         say(f"pair {len(gains)}: {head.name} {head_loss:.4f}, {yours.name} {loss:.4f}, "
             f"gain {gains[-1]:+.4f}; mean {series.mean:+.4f}, "
             f"evidence {sequential.evidence(series):.3g} of {needed:.0f}")
     low, high = sequential.interval(series)
-    own = sequential.squares_of([gains])
-    std = f"{(own.squares / own.df) ** 0.5:.6f}" if own.df else ""
+    std = f"{np.std(gains, ddof=1):.6f}" if len(gains) > 1 else ""
     text = (f"{said}, {series.mean:+.4f} nats (95 %, at any time: {low:+.4f} to {high:+.4f}) "
             f"after {len(gains)} pairs")
     if said == "cannot tell":

@@ -167,4 +167,4 @@ def check_boards(folder: Folder, options: argparse.Namespace) -> str | None:
     return f"the rules and the board of {name} are what rules and records make"
 
 
-BOARDS = Rule("strict", "rules and boards", check_boards)
+BOARDS = Rule("rules and boards", check_boards)

@@ -27,12 +27,6 @@ def colors_of(section: Section) -> dict[str, str]:
     return colors
 
 
-def thinned(places: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most MOST_POINTS of a curve, the first and the last among them."""
-    kept = np.linspace(0, len(places) - 1, min(len(places), MOST_POINTS)).round().astype(int)
-    return [places[i] for i in np.unique(kept)]
-
-
 def smoothed(run: Run) -> list[tuple[float, float]]:
     """[(seconds, training loss)], each the mean over a fiftieth of the run or more."""
     points = [point for point in run.curves["train"] if point.seconds > 0]
@@ -65,7 +59,7 @@ def curves_of(item: Item) -> list[tuple[str, list[tuple[float, float]]]]:
     found = [("train", median_of(item.runs))]
     if not item.record:
         found.append(("val", validations(item.runs[0])))
-    return [(split, thinned(curve)) for split, curve in found if len(curve) > 1]
+    return [(split, curve) for split, curve in found if len(curve) > 1]
 
 
 def ends_of(item: Item) -> list[tuple[float, float]]:

@@ -6,15 +6,16 @@ scores that do not compare one below the other. It needs no server and no networ
 """
 import html
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from records.judge.runs import Refused, demand, describe, make_folder, show
 from records.judge.scores import name_of_metric, partial_line
 from records.show.board_chart import chart_of, colors_of
-from records.show.board_rows import Item, Row, Section, group_name, rows_of_paths, sections_of
+from records.show.board_rows import Item, Row, Section, group_name, rows_of_paths, samples_of, sections_of
 from records.show.board_style import SCRIPT, STYLE
 from records.show.names import constants_of, differing
 
@@ -45,85 +46,87 @@ def links(row: Row, home: Path) -> str:
 
 
 # ------------------------------------------------------------ the table
-def numbers_of(rows: list[Row], metric: str) -> list[float]:
-    """A column's numbers of some runs, [] where one lacks it."""
-    if metric in SCORES:
-        values = [row.value(metric) for row in rows]
-    elif metric == "steps":
-        values = [row.run.steps or None for row in rows]
-    else:
-        values = [row.result.get(metric) for row in rows]
-    return [] if None in values else values
+class Columns(NamedTuple):
+    """What a section's table shows."""
+    numbers: dict[str, str]     # {head: its name}, of which a run has one
+    words: list[str]            # that differ between runs
+    same: str                   # a sentence of those that do not
 
 
-def number_cell(head: str, rows: list[Row], metric: str) -> str:
+def number_of(row: Row, name: str) -> float | None:
+    """A run's number in a column."""
+    if name in SCORES:
+        return row.run.exact(name)
+    return row.run.steps or None if name == "steps" else row.run.result.get(name)
+
+
+def words_of(row: Row) -> dict[str, Any]:
+    """The columns of a row that hold words."""
+    return {"preset": row.run.result.get("preset") or row.run.config.get("preset"),
+            "hardware": row.run.facts.get("hardware"), "torch": row.run.facts.get("torch")}
+
+
+def columns_of(section: Section) -> Columns:
+    """The columns in which the rows of a section have something, or differ."""
+    rows = [row for item in section.items for row in item.rows]
+    heads = {"val_bpb": "val_bpb", name_of_metric(section.runs, "val_loss"): "val_loss", "core": "core",
+             "seconds": "time", "steps": "steps", "tokens": "tokens", "bytes": "bytes_total"}
+    heads = {head: name for head, name in heads.items()
+             if any(number_of(row, name) is not None for row in rows)}
+    told = [words_of(row) for row in rows]
+    differ = [name for name in told[0] if len({words[name] for words in told}) > 1]
+    same = [f"{name} {value}" for name, value in told[0].items() if name not in differ and value]
+    return Columns(heads, differ, "; ".join(same))
+
+
+def number_cell(head: str, rows: list[Row], name: str) -> str:
     """The mean over runs; of a score of several runs the deviation, too."""
-    values = numbers_of(rows, metric)
-    if not values:
+    values = [number_of(row, name) for row in rows]
+    if None in values:
         return cell(head, None)
     s = describe(values)
-    text = show(metric, s.mean) if metric in SCORES else f"{s.mean:,.0f}"
-    if s.std is not None and metric in ("val_bpb", "val_loss", "core"):
+    text = show(name, s.mean) if name in SCORES else f"{s.mean:,.0f}"
+    if s.std is not None and name in ("val_bpb", "val_loss", "core"):
         text += f" <small>± {s.std:.4f}</small>"
     return cell(head, s.mean, text)
 
 
-def told_by(row: Row) -> dict[str, Any]:
-    """The columns of a row that hold words."""
-    return {"preset": row.result.get("preset") or row.run.config.get("preset"),
-            "hardware": row.run.facts.get("hardware"), "torch": row.run.facts.get("torch")}
-
-
-def columns_of(section: Section) -> tuple[dict[str, str], list[str], str]:
-    """({head: number}, words that differ between rows, a sentence of those that do not)."""
-    rows = [row for item in section.items for row in item.rows]
-    heads = {"val_bpb": "val_bpb", name_of_metric(section.runs, "val_loss"): "val_loss", "core": "core",
-             "seconds": "time", "steps": "steps", "tokens": "tokens", "bytes": "bytes_total"}
-    heads = {head: name for head, name in heads.items() if any(numbers_of([row], name) for row in rows)}
-    words = [name for name in told_by(rows[0]) if len({told_by(row)[name] for row in rows}) > 1]
-    same = [f"{name} {value}" for name, value in told_by(rows[0]).items() if name not in words and value]
-    return heads, words, "; ".join(same)
-
-
-def table_row(item: Item, rows: list[Row], first: str, heads: dict[str, str], words: list[str], home: Path,
-              seed: str) -> str:
+def table_row(name: str, rows: list[Row], first: str, columns: Columns, home: Path, seed: str) -> str:
     """The cells of a run, or of a record with all of its runs. first: HTML of the first cell."""
-    cells = [cell("run", item.name, first)]
-    cells += [number_cell(head, rows, name) for head, name in heads.items()]
+    cells = [cell("run", name, first)]
+    cells += [number_cell(head, rows, number) for head, number in columns.numbers.items()]
     cells.append(cell("seed", seed))
-    for name in words:
-        told = sorted({str(told_by(row)[name]) for row in rows})
-        cells.append(cell(name, "/".join(told)))
+    for word in columns.words:
+        cells.append(cell(word, "/".join(sorted({str(words_of(row)[word]) for row in rows}))))
     cells.append(cell("files", "", links(rows[0], home)))
     return "".join(cells)
 
 
-def item_body(item: Item, color: str, heads: dict[str, str], words: list[str], home: Path) -> str:
+def item_body(item: Item, color: str, columns: Columns, home: Path) -> str:
     """The part of the table that an item has: a row, and those of a record's runs, hidden at first."""
-    state = "" if item.rows[0].run.finished else " (not finished)"
     several = len(item.rows) > 1
+    state = "" if item.rows[0].run.finished else " (not finished)"
     note = html.escape(item.note)
     if several:
         note += f" <button class=open aria-expanded=false>{len(item.rows)} runs</button>"
     name = f"{dot(color)}<b>{html.escape(item.name + state)}</b><small>{note}</small>"
     seeds = [str(row.run.seed) if row.run.seed >= 0 else "" for row in item.rows]
     told = f"n={len(item.rows)}" if several else seeds[0]
-    lines = [f"<tr>{table_row(item, item.rows, name, heads, words, home, told)}</tr>"]
+    lines = [f"<tr>{table_row(item.name, item.rows, name, columns, home, told)}</tr>"]
     for row, seed in zip(item.rows if several else [], seeds):
         own = f"<small>{html.escape(row.run.file)}</small>"
-        lines.append(f"<tr class=part hidden>{table_row(item, [row], own, heads, words, home, seed)}</tr>")
-    kind = "record" if item.record else "own"
-    return f"<tbody class={kind}>{''.join(lines)}</tbody>"
+        lines.append(f"<tr class=part hidden>{table_row(item.name, [row], own, columns, home, seed)}</tr>")
+    return f"<tbody class={'record' if item.record else 'own'}>{''.join(lines)}</tbody>"
 
 
 def table_of(section: Section, home: Path) -> str:
     """The table of a section, and what is the same in all of its rows."""
-    heads, words, same = columns_of(section)
+    columns = columns_of(section)
     colors = colors_of(section)
-    names = ["run", *heads, "seed", *words, "files"]
+    names = ["run", *columns.numbers, "seed", *columns.words, "files"]
     top = "".join([f"<th><button>{html.escape(name)}</button></th>" for name in names])
-    bodies = "\n".join([item_body(item, colors[item.key], heads, words, home) for item in section.items])
-    told = f"<p class=same>The same in all rows: {html.escape(same)}.</p>" if same else ""
+    bodies = "\n".join([item_body(item, colors[item.key], columns, home) for item in section.items])
+    told = f"<p class=same>The same in all rows: {html.escape(columns.same)}.</p>" if columns.same else ""
     return f"<table class=runs><thead><tr>{top}</tr></thead>\n{bodies}\n</table>\n{told}"
 
 
@@ -150,7 +153,7 @@ def constants_part(section: Section) -> str:
     items = [some[0] for some in own.values()][:MOST_COLUMNS]
     items += records[:1] if own else records[:MOST_COLUMNS]
     names_above = [group_name([other.name for other in own.get(item.key, [item])]) for item in items]
-    configs = [item.rows[0].result.get("config") or constants_of(item.runs[0]) for item in items]
+    configs = [item.runs[0].result.get("config") or constants_of(item.runs[0]) for item in items]
     names = [name for name in differing(configs) if name not in ("seed", "run_id")]
     if not names:
         return ""
@@ -168,16 +171,17 @@ def samples_part(sections: list[Section]) -> str:
     """What the models wrote: each run of one's own, and the first run of each record."""
     parts = []
     for item in [item for section in sections for item in section.items]:
-        row = item.rows[0]
-        if row.samples:
-            name = html.escape(f"{item.name}, {row.name}")
-            parts.append(f"<details><summary>{name}</summary><pre>{html.escape(row.samples)}</pre></details>")
+        if told := samples_of(item.rows[0]):
+            name = html.escape(f"{item.name}, {item.rows[0].name}")
+            parts.append(f"<details><summary>{name}</summary><pre>{html.escape(told)}</pre></details>")
     return "\n".join(["<h2>Samples</h2>", *parts]) if parts else ""
 
 
 def section_part(section: Section, number: int, chart: str, home: Path) -> str:
     """HTML of a section."""
-    partial = f"<p>{html.escape(partial_line(section.runs))}.</p>" if section.partial else ""
+    partial = ""
+    if any(run.partial for run in section.runs):
+        partial = f"<p>{html.escape(partial_line(section.runs))}.</p>"
     return f"""<section>
 <h2>{html.escape(section.title)}</h2>
 {partial}{legend_of(section, number)}
@@ -191,11 +195,9 @@ median of their runs. Scroll or drag a box to zoom; click the legend to hide.</p
 
 def summary_of(sections: list[Section]) -> str:
     """How much there is."""
-    items = [item for section in sections for item in section.items]
-    own = len([item for item in items if not item.record])
-    records = len(items) - own
-    counts = ((own, "run"), (records, "record"))
-    text = " and ".join([f"{count} {word}{'s' * (count != 1)}" for count, word in counts if count])
+    kinds = Counter("record" if item.record else "run" for section in sections for item in section.items)
+    counts = [f"{kinds[word]} {word}{'s' * (kinds[word] != 1)}" for word in ("run", "record") if kinds[word]]
+    text = " and ".join(counts)
     if len(sections) > 1:
         text += f" in {len(sections)} parts: only scores of the same tokens of the same text compare"
     return text

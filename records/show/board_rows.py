@@ -1,13 +1,11 @@
 """What the page of runs shows: runs of one's own and records, in sections whose scores compare."""
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data import inputs
-from records.judge.runs import DATE, Refused, Run, demand, describe, find_logs, log_text, read_runs
-from records.judge.scores import (
-    as_trained, differences, facts_of, name_of_metric, number, rows_of, targets_of)
+from records.judge.runs import DATE, Refused, Run, demand, describe, find_logs, read_runs
+from records.judge.scores import differences, part_of_val
 from records.show.names import NEVER_TOLD, without_date
 from records.verify.folders import read_json, track_of
 
@@ -18,18 +16,12 @@ UNTOLD = (*NEVER_TOLD, "preset", "device")      # overrides that a name leaves o
 class Row(NamedTuple):
     """A run as the page shows it."""
     name: str           # its folder, and its log where the folder holds several
-    run: Run
-    result: dict        # result.json; {} where there is none
-    folder: Path
+    run: Run            # with its result.json, if there is one
     record: bool
-    samples: str
 
-    def value(self, metric: str) -> float | None:
-        """A score or the seconds, with all digits where result.json has them."""
-        if metric == "time" and "train_time_ms" in self.result:
-            return self.result["train_time_ms"] / 1000
-        told = self.result.get(metric)
-        return self.run.value(metric) if told is None else told
+    @property
+    def folder(self) -> Path:
+        return self.run.path.absolute().parent
 
 
 class Item(NamedTuple):
@@ -49,23 +41,18 @@ class Item(NamedTuple):
 
     def mean(self, metric: str) -> float | None:
         """The mean of its runs; None where one lacks it."""
-        values = [row.value(metric) for row in self.rows]
+        values = [row.run.exact(metric) for row in self.rows]
         return None if None in values else describe(values).mean
 
 
 class Section(NamedTuple):
     """Runs and records whose scores compare: one's own first, then records, the best of each first."""
     title: str
-    metric: str         # that ranks
     items: list[Item]
 
     @property
     def runs(self) -> list[Run]:
         return [run for item in self.items for run in item.runs]
-
-    @property
-    def partial(self) -> bool:
-        return name_of_metric(self.runs, "val_loss") != "val_loss"
 
 
 # ------------------------------------------------------------ reading
@@ -78,15 +65,10 @@ def result_beside(log: Path) -> dict[str, Any]:
         return {}
 
 
-def samples_of(log: Path) -> str:
-    """What the run's model wrote: samples.txt beside the log, or in older logs from the first sample to the
-    summary."""
-    beside = log.with_name("samples.txt")
-    if log.name == "train.log" and beside.is_file():
-        return inputs.read_text(beside, "replace")[:MOST_SAMPLE].rstrip()
-    text = log_text(log).rpartition("=" * 100 + "\n")[2]
-    found = re.search(r"^sample 1: (?s:.*?)(?=^ +train_time_ms  |\Z)", text, re.M)
-    return found[0][:MOST_SAMPLE].rstrip() if found else ""
+def samples_of(row: Row) -> str:
+    """What the run's model wrote."""
+    path = row.folder / "samples.txt"
+    return inputs.read_text(path, "replace")[:MOST_SAMPLE].rstrip() if path.is_file() else ""
 
 
 def is_record(folder: Path) -> bool:
@@ -109,39 +91,28 @@ def rows_of_paths(paths: Sequence[Path | str], say: Callable) -> list[Row]:
             except Refused as error:
                 say(f"left out: {error}")
                 continue
-            result = result_beside(log) if len(found) == 1 else {}
-            home = log.absolute().parent
-            record = is_record(home)
+            record = is_record(log.absolute().parent)
             alone = log.name == "train.log" and not record and len(found) == 1
             for run in found:
-                name = home.name if alone else f"{home.name}/{run.file}"
-                rows.append(Row(name, run, result, home, record, samples_of(log)))
+                run.result = result_beside(log) if len(found) == 1 else {}
+                name = log.absolute().parent.name
+                rows.append(Row(name if alone else f"{name}/{run.file}", run, record))
     demand(rows, f"no run in {', '.join(str(path) for path in paths)}")
     return rows
 
 
 # ------------------------------------------------------------ names
-def script_of(row: Row) -> str:
-    """The first digits of the digest of a run's script; "" where it is not known."""
-    return row.result.get("code_sha256", "")[:6]
-
-
-def overrides_of(row: Row) -> dict[str, str]:
-    """What was asked of a run besides its preset and its seed."""
-    overrides = row.result.get("overrides", {})
-    return {name: pair[-1] for name, pair in overrides.items() if name not in UNTOLD}
-
-
 def own_items(rows: list[Row]) -> list[Item]:
     """Items of one's own runs, with what was asked for below the name."""
-    scripts = {script_of(row) for row in rows}
+    scripts = [row.run.result.get("code_sha256", "")[:6] for row in rows]
     items = []
-    for row in rows:
-        asked = [f"{name}={value}" for name, value in overrides_of(row).items()]
+    for row, script in zip(rows, scripts):
+        overrides = row.run.result.get("overrides", {})
+        asked = " ".join([f"{name}={pair[-1]}" for name, pair in overrides.items() if name not in UNTOLD])
         # what no result.json tells about is of one kind with nothing else
-        key = " ".join([track_name(row), script_of(row) or row.name, *asked])
-        script = [f"script {script_of(row)}"] if len(scripts) > 1 else []
-        items.append(Item(row.name, " ".join([*asked, *script]), key, [row]))
+        key = " ".join([track_name(row), script or row.name, asked])
+        told = f" script {script}" if len({*scripts}) > 1 else ""
+        items.append(Item(row.name, (asked + told).strip(), key, [row]))
     return items
 
 
@@ -166,28 +137,23 @@ def record_items(rows: list[Row]) -> list[Item]:
 # ------------------------------------------------------------ sections
 def track_name(row: Row) -> str:
     """The track of a run, or for another project's the folder around its own."""
-    preset = row.result.get("preset") or row.run.config.get("preset")
+    preset = row.run.result.get("preset") or row.run.config.get("preset")
     return track_of(preset) if preset else row.folder.parent.name
 
 
 def metric_of(runs: list[Run]) -> str:
     """What ranks runs: val_bpb, where all finished ones have it, else val_loss."""
-    finished = [run for run in runs if run.finished]
-    return "val_bpb" if all(run.value("val_bpb") is not None for run in finished) else "val_loss"
+    whole = all(run.value("val_bpb") is not None for run in runs if run.finished)
+    return "val_bpb" if whole else "val_loss"
 
 
 def title_of(items: list[Item]) -> str:
     """`tiny: all 429,103 val tokens of embedded`"""
     row = items[0].rows[0]
-    targets = targets_of(row.run)
-    split = number(row.run.facts.get("val_tokens"))
-    text = row.result.get("data", {}).get("name") or row.run.facts.get("data") or ""
-    of_text = f" of {text}" if text else ""
-    if not targets or not split:
-        return track_name(row)
-    if targets == split - 1:
-        return f"{track_name(row)}: all {targets:,} val tokens{of_text}"
-    return f"{track_name(row)}: the first {targets:,} of {split:,} val tokens{of_text}"
+    text = row.run.result.get("data", {}).get("name") or row.run.facts.get("data")
+    part = part_of_val(row.run)
+    told = f"{part} of {text}" if part and text else part
+    return f"{track_name(row)}: {told}" if told else track_name(row)
 
 
 def in_order(items: list[Item], metric: str) -> list[Item]:
@@ -201,26 +167,20 @@ def in_order(items: list[Item], metric: str) -> list[Item]:
 
 def sections_of(rows: list[Row]) -> list[Section]:
     """The sections, those with runs of one's own first."""
-    kinds: dict[tuple, list[Row]] = {}
-    for row in rows:        # by what was scored, so that few runs are compared below
-        metric = "val_bpb" if row.run.value("val_bpb") is not None else "val_loss"
-        scored = (*facts_of(row.run, metric).values(), rows_of(row.run), as_trained(row.run))
-        kinds.setdefault((track_name(row), *scored), []).append(row)
     groups: list[list[Row]] = []
-    for some in kinds.values():
+    for row in rows:
         for group in groups:
-            runs = [some[0].run, *{id(row.run): row.run for row in group}.values()]
-            if track_name(group[0]) == track_name(some[0]) and not differences(runs, metric_of(runs)):
-                group += some
+            runs = [group[0].run, row.run]
+            if track_name(group[0]) == track_name(row) and not differences(runs, metric_of(runs)):
+                group.append(row)
                 break
         else:
-            groups.append([*some])
+            groups.append([row])
     sections = []
     for group in groups:
         items = own_items([row for row in group if not row.record])
         items += record_items([row for row in group if row.record])
         metric = metric_of([row.run for row in group])
-        items = in_order(items, metric)
-        sections.append(Section(title_of(items), metric, items))
+        sections.append(Section(title_of(items), in_order(items, metric)))
     # those with runs of one's own first, of these the one with records
     return sorted(sections, key=lambda section: (section.items[0].record, not section.items[-1].record))

@@ -8,10 +8,11 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +20,17 @@ import numpy as np
 
 from data import inputs
 from records.judge.runs import (
-    RESUMED, Refused, Run, describe, log_text, same_losses, split_log, test_line, test_welch)
+    RESUMED, Refused, Run, describe, same_losses, test_line, test_welch)
 from records.judge.scores import differences
 from records.verify import leak_probe, scripts, source
 from records.verify.folders import (
     KEYS, NOTES, ROOT, Folder, best_before, change_text, code_diff, computed, read_json, records_of, render,
     sha256, shared_config, summary_of, track_of)
 
+# Files that a record folder may list, besides companions
+MEMBERS = re.compile(r"(?:train|baseline(?=_))(?:_seed\d+)?\.log|result(?:_seed\d+)?\.json|train_gpt\.py"
+                     r"|loss\.png|changes\.diff|final_model(?:_seed\d+)?\.(?:int8|lzma|brot)\.ptz")
 ARTIFACT_LIMIT = 2_000_000      # bytes; a larger one stays out of the folder, its sha256 does not
-PROTOCOLS = ("sliding",)        # golf's further score
 # What reading damaged files may raise
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
 # Constants of a run that are not repeated when its model is probed or scored again
@@ -44,7 +47,6 @@ class LeftOut(Exception):
 
 
 class Rule(NamedTuple):
-    heading: str        # public: the tracks' own; strict: ours
     name: str
     function: Callable[[Folder, argparse.Namespace], str | None]
 
@@ -67,19 +69,6 @@ def first_difference(a: str, b: str) -> tuple[int, str, str] | None:
         if line_a != line_b:
             return number, line_a, line_b
     return None
-
-
-class OurRun(NamedTuple):
-    """A run of a folder of ours."""
-    run: Run            # its log, read
-    log: str            # file name of the log
-    result: dict
-    json: str           # file name of the result
-
-
-def our_runs(folder: Folder) -> list[OurRun]:
-    """[OurRun], the first seed first."""
-    return [OurRun(run, run.file, folder.result(run), folder.result_name(run)) for run in folder.runs]
 
 
 # ------------------------------------------------------------ public
@@ -133,9 +122,9 @@ def check_time_cap(folder: Folder, options: argparse.Namespace) -> str | None:
         in_time = run.time is None or run.time <= cap
         require(in_time, f"{run.file}: {run.time} s of training, the cap is {cap} s")
     # to read training data for calibrating the rounding is training
-    for _, _, result, name in our_runs(folder):
-        whole = (result["train_time_ms"] + result.get("calibration_ms", 0)) / 1e3
-        require(whole <= cap, f"{name}: {whole} s of training and calibration, the cap is {cap} s")
+    for run in folder.runs:
+        whole = (run.result["train_time_ms"] + run.result.get("calibration_ms", 0)) / 1e3
+        require(whole <= cap, f"{run.json}: {whole} s of training and calibration, the cap is {cap} s")
     return f"longest {max(run.time or 0 for run in folder.runs):.4f} s, the cap is {cap} s"
 
 
@@ -156,53 +145,56 @@ def check_eval_time(folder: Folder, options: argparse.Namespace) -> str | None:
     cap = folder.track.eval_cap
     if not cap:
         return None
-    for run, _, result, name in our_runs(folder):
-        resumed = RESUMED.findall(split_log(log_text(run.path))[2])
+    for run in folder.runs:
+        resumed = RESUMED.findall(run.body)
         before = int(resumed[-1][1]) if resumed else 0      # ms of training by earlier processes
-        rest = result["process_ms"] - result["setup_ms"] - result["compile_ms"]
-        rest -= result["train_time_ms"] - before
+        rest = run.result["process_ms"] - run.result["setup_ms"] - run.result["compile_ms"]
+        rest -= run.result["train_time_ms"] - before
         require(rest <= 1e3 * cap,
-                f"{name}: {rest / 1e3:.0f} s besides setup and training, the cap is {cap} s")
+                f"{run.json}: {rest / 1e3:.0f} s besides setup and training, the cap is {cap} s")
     return f"everything besides setup and training takes less than {cap} s"
 
 
 def check_data(folder: Folder, options: argparse.Namespace) -> str:
     """The track's dataset and split, by the log as by the result."""
     track = folder.track
-    for run, log, result, name in our_runs(folder):
-        of_first = result["data"]["name"] == track.data.partition(" or ")[0]    # whose tokens the rules count
+    for run in folder.runs:
+        data = run.result["data"]
+        of_first = data["name"] == track.data.partition(" or ")[0]      # whose tokens the rules count
         wanted = {"data": track.data, "fingerprint": track.fingerprint, "val_bytes": track.val[1],
                   "val_tokens": track.val[0] if of_first or not track.any_tokenizer else None}
         for key, want in wanted.items():
             value = run.facts.get(key)
-            same(name, key, str(result["data"]["name" if key == "data" else key]), log, value)
+            same(run.json, key, str(data["name" if key == "data" else key]), run.file, value)
             if want:
                 require(value in str(want).split(" or "),
-                        f"{log}: {key} is {value!r}, in the rules {str(want)!r}")
-        same(name, "train_tokens", str(result["data"]["train_tokens"]), log, run.facts.get("train_tokens"))
+                        f"{run.file}: {key} is {value!r}, in the rules {str(want)!r}")
+        tokens = run.facts.get("train_tokens")
+        same(run.json, "train_tokens", str(data["train_tokens"]), run.file, tokens)
         for file, digest in track.sha256.items():
-            same(name, f"sha256 {file}", result["data"]["sha256"].get(file), "the rules", digest)
+            same(run.json, f"sha256 {file}", data["sha256"].get(file), "the rules", digest)
     return f"{track.data}: the same text and split in every run"
 
 
 def check_evaluation(folder: Folder, options: argparse.Namespace) -> str:
     """The track's settings, the whole split, and bits per byte that follow from the loss."""
-    for run, log, result, name in our_runs(folder):
-        for key in sorted({*result["eval"], *run.eval}):
-            same(name, key, str(result["eval"].get(key)), log, run.eval.get(key))
+    for run in folder.runs:
+        for key in sorted({*run.result["eval"], *run.eval}):
+            same(run.json, key, str(run.result["eval"].get(key)), run.file, run.eval.get(key))
         for key, want in folder.track.eval.items():
             if want.startswith("="):
                 want = run.eval.get(want[1:])
-            same(log, key, run.eval.get(key), "the rules", want)
-        require("val_loss_partial" not in result, f"{name}: only a part of the split was scored")
+            same(run.file, key, run.eval.get(key), "the rules", want)
+        require("val_loss_partial" not in run.result, f"{run.json}: only a part of the split was scored")
         if folder.track.metric == "core":
-            most = result["config"]["core_metric_max_per_task"]
-            require(most == "0", f"{name}: CORE took only {most} examples of each task")
-        if result["val_bpb"] is not None:
-            data = result["data"]
-            bits = result["val_loss"] / math.log(2) * (data["val_tokens"] - 1) / data["val_bytes"]
-            require(abs(bits - result["val_bpb"]) < 1e-6, f"{name}: val_bpb is {result['val_bpb']!r}, "
-                    f"but loss, tokens and bytes make {bits!r}")
+            most = run.result["config"]["core_metric_max_per_task"]
+            require(most == "0", f"{run.json}: CORE took only {most} examples of each task")
+        if run.result["val_bpb"] is not None:
+            data = run.result["data"]
+            bits = run.result["val_loss"] / math.log(2) * (data["val_tokens"] - 1) / data["val_bytes"]
+            told = run.result["val_bpb"]
+            require(abs(bits - told) < 1e-6,
+                    f"{run.json}: val_bpb is {told!r}, but loss, tokens and bytes make {bits!r}")
     settings = " ".join(f"{key}:{value}" for key, value in folder.runs[0].eval.items())
     return f"{settings}; bits per byte add up"
 
@@ -228,19 +220,15 @@ def check_hardware(folder: Folder, options: argparse.Namespace) -> str | None:
 
 def check_leaks(folder: Folder, options: argparse.Namespace) -> str:
     """Runs the folder's code, in a process of its own."""
-    result = our_runs(folder)[0].result
+    result = folder.runs[0].result
     artifact = None
     if options.no_exec:
         raise LeftOut
     for owner, artifact in artifacts_of(folder, options)[:1]:
         result = owner.result
     env = environment_of(result) | {"DEVICE": "cpu"}
-    try:
-        return leak_probe.judge(
-            folder.path / "train_gpt.py", artifact, env, val_files(result), options.seconds,
-            result["eval"]["eval_context"])
-    except leak_probe.ProbeFailed as error:
-        raise Broken(f"train_gpt.py: {error}") from None
+    return leak_probe.judge(folder.path / "train_gpt.py", artifact, env, val_files(result), options.seconds,
+                            result["eval"]["eval_context"])
 
 
 def environment_of(result: dict[str, Any]) -> dict[str, str]:
@@ -248,27 +236,21 @@ def environment_of(result: dict[str, Any]) -> dict[str, str]:
     return {name.upper(): value for name, value in result["config"].items() if name not in OF_ONE_RUN}
 
 
-def protocols_of(result: dict[str, Any]) -> list[str]:
-    """Those of PROTOCOLS that the run was scored by."""
-    return [name for name in PROTOCOLS if f"val_loss_{name}" in result]
-
-
 def scored_part(result: dict[str, Any]) -> dict[str, float]:
     """Scores of the artifact, or of the weights where none was packed."""
     return result.get("artifact") or result["trained"]
 
 
-def artifacts_of(folder: Folder, options: argparse.Namespace) -> list[tuple[OurRun, Path]]:
-    """[(OurRun, path)] of the artifacts at hand, or of weights where none was packed: those of the folder by
+def artifacts_of(folder: Folder, options: argparse.Namespace) -> list[tuple[Run, Path]]:
+    """[(Run, path)] of the artifacts at hand, or of weights where none was packed: those of the folder by
     their names, those of --artifact by the sha256 of a log or, before rules version 3, of submission.json."""
-    ours = our_runs(folder)
     found = []
     names = [name for name in folder.files if name.endswith(".ptz")]
     if not options.artifact:
-        named = [(run, artifact_name(run.run, names)) for run in ours]
+        named = [(run, artifact_name(run, names)) for run in folder.runs]
         return [(run, folder.path / name) for run, name in named if name]
-    owners = {digest: run for run in ours for digest in run.run.digests.values()}
-    owners.setdefault(folder.submission["artifact_sha256"], ours[0])
+    owners = {digest: run for run in folder.runs for digest in run.digests.values()}
+    owners.setdefault(folder.submission["artifact_sha256"], folder.runs[0])
     for path in map(Path, options.artifact):
         owner = owners.get(sha256(inputs.read_bytes(path)))
         require(owner, f"{path.name}: its sha256 is in no log and not in submission.json")
@@ -295,21 +277,16 @@ def check_runs(folder: Folder, options: argparse.Namespace) -> str:
 def check_distinct(folder: Folder, options: argparse.Namespace) -> str:
     """No run is there twice, no seed is used twice."""
     seeds = {}
-    scores = {}
     for i, run in enumerate(folder.runs):
         for other in folder.runs[:i]:
             require(not same_losses(run, other), f"{run.file} is the same run as {other.file}, by its losses")
-        exact = [final for final in run.finals if final[0].endswith("exact")]       # to the eighth decimal
-        score = tuple(exact or [*run.finals, *run.curves["val"], run.time])
-        require(score not in scores, f"{run.file} is the same run as {scores.get(score)}")
         require(run.seed not in seeds,
                 f"{run.file} has seed {run.seed}, as {seeds.get(run.seed)} has")
         seeds[run.seed] = run.file
-        scores[score] = run.file
-    for run, log, result, name in our_runs(folder):
-        same(name, "seed", result["seed"], log, run.seed)
-        require(not run.steps_repeat or result["resumed"],
-                f"{log}: steps repeat, but {name} says resumed false")
+    for run in folder.runs:
+        same(run.json, "seed", run.result["seed"], run.file, run.seed)
+        require(not run.steps_repeat or run.result["resumed"],
+                f"{run.file}: steps repeat, but {run.json} says resumed false")
     return "seeds " + ", ".join(str(seed) for seed in seeds)
 
 
@@ -318,146 +295,123 @@ def check_source(folder: Folder, options: argparse.Namespace) -> str:
     script = folder.source()
     for run in folder.runs:
         text = run.source or ""
-        if found := first_difference(text.strip(), script.strip()):
-            number, line, wanted = found
-            at = max(0, len(os.path.commonprefix([line, wanted])) - 30)
-            raise Broken(f"{run.file}: its source ({len(text.encode())} bytes) differs from train_gpt.py "
-                         f"({len(script.encode())} bytes), line {number}: {line[at:at + 60]!r}, "
-                         f"not {wanted[at:at + 60]!r}")
-    for _, _, result, name in our_runs(folder):
-        same(name, "code_sha256", result["code_sha256"], "train_gpt.py", sha256(folder.script))
-        same(name, "bytes_code", result["bytes_code"], "train_gpt.py", len(folder.script))
-        check_companions(folder, result, name)
+        found = first_difference(text.strip(), script.strip())
+        require(not found, f"{run.file}: its source ({len(text.encode())} bytes) differs from train_gpt.py "
+                f"({len(script.encode())} bytes), line, as it is, in train_gpt.py: {str(found)[:200]}")
+    for run in folder.runs:
+        same(run.json, "code_sha256", run.result["code_sha256"], "train_gpt.py", sha256(folder.script))
+        same(run.json, "bytes_code", run.result["bytes_code"], "train_gpt.py", len(folder.script))
+        check_companions(folder, run)
     return f"{len(folder.runs)} logs are of train_gpt.py"
 
 
-def check_companions(folder: Folder, result: dict[str, Any], name: str) -> None:
+def check_companions(folder: Folder, run: Run) -> None:
     """Files that the run loaded from beside its script are in the folder, as they were."""
-    for file, digest in result.get("companions", {}).items():
-        require(file in folder.rules.companions, f"{name}: the run loaded {file} from beside its script, "
+    for file, digest in run.result.get("companions", {}).items():
+        require(file in folder.rules.companions, f"{run.json}: the run loaded {file} from beside its script, "
                 f"which rules version {folder.submission['rules_version']} does not allow")
-        require(file in folder.files, f"{file} is missing, {name} says that the run loaded it")
-        same(file, "sha256", sha256(folder.read(file)), name, digest)
+        require(file in folder.files, f"{file} is missing, {run.json} says that the run loaded it")
+        same(file, "sha256", sha256(folder.read(file)), run.json, digest)
 
 
 def check_config(folder: Folder, options: argparse.Namespace) -> str:
     """The runs differ in nothing but the seed, and logs and results agree on every constant."""
-    runs = our_runs(folder)
-    first = shared_config(runs[0].result["config"])
-    for run, log, result, name in runs:
-        config = result["config"]
-        same(name, "track", track_of(result["preset"]), "submission.json (track)", folder.submission["track"])
+    first = shared_config(folder.runs[0].result["config"])
+    for run in folder.runs:
+        config = run.result["config"]
+        track = track_of(run.result["preset"])
+        same(run.json, "track", track, "submission.json (track)", folder.submission["track"])
         for key in ("preset", "seed", "run_id"):
-            same(name, key, str(result[key]), "its config", config.get(key))
+            same(run.json, key, str(run.result[key]), "its config", config.get(key))
         for key in sorted({*config, *run.config}):
-            same(name, f"config {key}", config.get(key), log, run.config.get(key))
+            same(run.json, f"config {key}", config.get(key), run.file, run.config.get(key))
         for key, want in folder.track.config.items():
-            same(log, f"config {key}", config.get(key), "the rules", want)
-        for key in sorted({*first, *shared_config(config)}):
-            same(name, f"config {key}", shared_config(config).get(key), "that of train.log", first.get(key))
-        for key, (_, value) in result["overrides"].items():
-            same(name, f"override {key}", value, "its config", config.get(key))
-        check_eval_settings(log, run.eval, config)
+            same(run.file, f"config {key}", config.get(key), "the rules", want)
+        shared = shared_config(config)
+        for key in sorted({*first, *shared}):
+            same(run.json, f"config {key}", shared.get(key), "that of train.log", first.get(key))
+        for key, (_, value) in run.result["overrides"].items():
+            same(run.json, f"override {key}", value, "its config", config.get(key))
+        check_eval_settings(run, config)
     return f"{len(first)} constants, the same but for the seed"
 
 
-def check_eval_settings(log: str, told: dict[str, str], config: dict[str, str]) -> None:
+def check_eval_settings(run: Run, config: dict[str, str]) -> None:
     """What a score depends on is what the constants make it; 0 stands for the rest of the line."""
     row = config["train_seq_len"]
     wanted = {"eval_tokens": [config["val_tokens"], "full"], "eval_context": [config["eval_context"], row],
               "eval_stride": [config["eval_stride"], config["eval_context"], row]}
     for key, values in wanted.items():
-        same(log, key, told.get(key), "its config", next(value for value in values if value != "0"))
+        want = next(value for value in values if value != "0")
+        same(run.file, key, run.eval.get(key), "its config", want)
 
 
 def check_results(folder: Folder, options: argparse.Namespace) -> str:
-    for ours in our_runs(folder):
-        check_final_scores(ours)
-        check_protocol_scores(ours)
-        check_last_validation(ours)
-        check_summary(ours)
-        size = ours.result["bytes_model"] + len(folder.script)
-        same(ours.json, "bytes_total", ours.result["bytes_total"], "bytes_model and train_gpt.py", size)
+    for run in folder.runs:
+        check_final_scores(run)
+        check_last_validation(run)
+        check_summary(run)
+        size = run.result["bytes_model"] + len(folder.script)
+        same(run.json, "bytes_total", run.result["bytes_total"], "bytes_model and train_gpt.py", size)
     return "agree with the logs to the last digit, sizes add up"
 
 
-def check_final_scores(ours: OurRun) -> None:
+def check_final_scores(run: Run) -> None:
     """The two scores, each rounded on one line of the log and exact on another."""
-    run, log, result, name = ours
     lines = {tag: {"val_loss": loss, "val_bpb": bpb} for tag, loss, bpb in run.finals}
-    config = result["config"]
-    codec = "int8_zlib" if float(config.get("artifact_step", 0)) == 0 else "lzma"
-    if config.get("artifact_codec", "auto") != "auto":
-        codec = config["artifact_codec"].replace("zlib", "int8_zlib")
-    counts = "artifact" if result["config"]["score_artifact"] == "1" else "trained"
-    tags = {"trained": "final_model", "artifact": f"final_{codec}_roundtrip"}
+    counts = "artifact" if run.result["config"]["score_artifact"] == "1" else "trained"
+    packed = next((tag for tag in lines if tag.endswith("_roundtrip")), "final_..._roundtrip")
+    tags = {"trained": "final_model", "artifact": packed}
     for part, tag in tags.items():
-        if part == "artifact" != counts and part not in result:
+        if part == "artifact" != counts and part not in run.result:
             continue                            # no artifact was packed
         for line, digits in ((tag, 4), (tag + "_exact", 8)):
-            require(line in lines, f"{log} has no line {line}")
+            require(line in lines, f"{run.file} has no line {line}")
             for key, value in lines[line].items():
                 if value is not None:
-                    same(name, f"{part} {key}", round(result[part][key], digits), f"{log}, {line}", value)
+                    told = round(run.result[part][key], digits)
+                    same(run.json, f"{part} {key}", told, f"{run.file}, {line}", value)
     for key in ("val_loss", "val_bpb"):
-        same(name, key, result[key], f"its {counts}", result[counts][key])
-    if result.get("core") is not None:
-        same(name, "core", round(result["core"], 6), f"{log}, core_metric", run.facts.get("core"))
-        centered = [task["centered"] for task in result.get("core_tasks", {}).values()]
-        require(centered and abs(sum(centered) / len(centered) - result["core"]) < 1e-9,
-                f"{name}: core {result['core']} is not the mean of its tasks")
+        same(run.json, key, run.result[key], f"its {counts}", run.result[counts][key])
+    if run.result.get("core") is not None:
+        core = run.facts.get("core")
+        same(run.json, "core", round(run.result["core"], 6), f"{run.file}, core_metric", core)
+        centered = [task["centered"] for task in run.result.get("core_tasks", {}).values()]
+        require(centered and abs(sum(centered) / len(centered) - run.result["core"]) < 1e-9,
+                f"{run.json}: core {run.result['core']} is not the mean of its tasks")
 
 
-def check_protocol_scores(ours: OurRun) -> None:
-    """Golf's further scores, a line each."""
-    run, log, result, name = ours
-    for protocol in protocols_of(result):
-        line = f"final_{protocol}"
-        said = {*run.protocols.get(protocol, ["nothing"])}
-        loss = result[f"val_loss_{protocol}"]
-        bpb = result[f"val_bpb_{protocol}"]
-        require(protocol in run.protocols and len(said) == 1, f"{log}: {line} says {'; '.join(sorted(said))}")
-        expected = f"val_loss_{protocol}:{loss:.8f}"
-        if bpb is not None:
-            expected += f" val_bpb_{protocol}:{bpb:.8f}"
-            ratio = (bpb / loss) / (result["val_bpb"] / result["val_loss"])
-            require(abs(ratio - 1) < 1e-6, f"{name}: val_bpb_{protocol} and val_loss_{protocol} disagree")
-        same(name, protocol, expected, f"{log}, {line}", said.pop())
-
-
-def check_last_validation(ours: OurRun) -> None:
+def check_last_validation(run: Run) -> None:
     """The last validation line tells the steps, the time and the score of the trained weights."""
-    run, log, result, name = ours
     point = run.curves["val"][-1]
-    where = f"the last validation of {log}"
-    same(name, "trained val_loss", round(result["trained"]["val_loss"], 4), where, point.loss)
-    same(name, "steps", result["steps"], where, run.steps)
-    same(name, "train_time_ms", result["train_time_ms"], where, round(point.seconds * 1e3))
-    if result["stop_reason"] != "iterations":
-        where = f"stopping_early of {log}"
-        same(name, "train_time_ms", result["train_time_ms"], where, run.facts.get("stopped_ms"))
+    where = f"the last validation of {run.file}"
+    same(run.json, "trained val_loss", round(run.result["trained"]["val_loss"], 4), where, point.loss)
+    same(run.json, "steps", run.result["steps"], where, run.steps)
+    same(run.json, "train_time_ms", run.result["train_time_ms"], where, round(point.seconds * 1e3))
+    if run.result["stop_reason"] != "iterations":
+        where = f"stopping_early of {run.file}"
+        same(run.json, "train_time_ms", run.result["train_time_ms"], where, run.facts.get("stopped_ms"))
 
 
-def check_summary(ours: OurRun) -> None:
+def check_summary(run: Run) -> None:
     """The table that ends a log, and single lines before it."""
-    run, log, result, name = ours
-    where = f"the summary of {log}"
+    where = f"the summary of {run.file}"
     for key in ("steps", "tokens", "tok_per_s", "train_time_ms", "step_ms", "bytes_model", "bytes_total",
                 "process_ms"):
-        value = result[key]
+        value = run.result[key]
         if isinstance(value, dict) and "{" not in run.summary.get(key, ""):     # older logs print Python's
             value = " ".join(f"{part}:{number}" for part, number in value.items())
-        same(name, key, str(value), where, run.summary.get(key))
-    score = f"val_loss:{result['val_loss']:.4f}"
-    if result["val_bpb"]:
-        score += f" val_bpb:{result['val_bpb']:.4f}"
-    same(log, "score", run.summary.get("score", score), name, score)        # only in older logs
+        same(run.json, key, str(value), where, run.summary.get(key))
+    score = f"val_loss:{run.result['val_loss']:.4f}"
+    if run.result["val_bpb"]:
+        score += f" val_bpb:{run.result['val_bpb']:.4f}"
+    same(run.file, "score", run.summary.get("score", score), run.json, score)        # only in older logs
     for key in ("setup_ms", "compile_ms", "bytes_code", "bytes_model", "bytes_total"):
-        same(name, key, result[key], log, run.facts.get(key))
+        same(run.json, key, run.result[key], run.file, run.facts.get(key))
     for key in ("world_size", "hardware", "torch", "peak_memory"):
-        same(name, key, str(result[key]), log, run.facts.get(key))
+        same(run.json, key, str(run.result[key]), run.file, run.facts.get(key))
     told = run.summary.get("calibration_ms")
-    same(name, "calibration_ms", result.get("calibration_ms"), where, told and int(told))
+    same(run.json, "calibration_ms", run.result.get("calibration_ms"), where, told and int(told))
 
 
 def json_text(content: Any) -> str:
@@ -478,17 +432,6 @@ def check_submission(folder: Folder, options: argparse.Namespace) -> str:
     return f"{len(numbers)} recomputed"
 
 
-def is_member(name: str, companions: Sequence[str]) -> bool:
-    """May a record folder list this file?"""
-    stem, _, end = name.partition(".")
-    kind, _, seed = stem.partition("_seed")
-    if kind == "final_model":
-        return end in ("int8.ptz", "lzma.ptz", "brot.ptz") and (stem == kind or seed.isdigit())
-    if name in ("train.log", "result.json", "train_gpt.py", "loss.png", "changes.diff", *companions):
-        return True
-    return (kind, end) in (("train", "log"), ("result", "json"), ("baseline", "log")) and seed.isdigit()
-
-
 def check_files(folder: Folder, options: argparse.Namespace) -> str:
     """Each file that submission.json lists is there, unaltered, and no other is."""
     listed = folder.submission["files"]
@@ -497,7 +440,7 @@ def check_files(folder: Folder, options: argparse.Namespace) -> str:
         same(name, "sha256", sha256(folder.read(name)), "submission.json", digest)
     extra = [name for name in folder.names if name not in {*listed, "README.md", "submission.json"}]
     require(not extra, f"{', '.join(extra[:3])}: not listed in submission.json")
-    strange = [name for name in listed if not is_member(name, folder.rules.companions)]
+    strange = [name for name in listed if not MEMBERS.fullmatch(name) and name not in folder.rules.companions]
     require(not strange, f"{', '.join(strange[:3])}: no part of a record, a script must run alone")
     for name in ("train.log", "result.json", "train_gpt.py", "loss.png"):
         require(name in listed, f"{name} is not part of the record")
@@ -507,16 +450,15 @@ def check_files(folder: Folder, options: argparse.Namespace) -> str:
 
 def check_artifacts(folder: Folder, names: list[str]) -> None:
     """Small artifacts are there, those of two seeds since rules version 3, as large as the results say."""
-    ours = our_runs(folder)
-    for run, _, result, json_name in ours[:2 if folder.rules.digests else 1]:
+    for run in folder.runs[:2 if folder.rules.digests else 1]:
         name = artifact_name(run, names)
-        packed = result["config"]["score_artifact"] == "1"
-        require(name or not packed or result["bytes_model"] >= ARTIFACT_LIMIT,
+        packed = run.result["config"]["score_artifact"] == "1"
+        require(name or not packed or run.result["bytes_model"] >= ARTIFACT_LIMIT,
                 f"the artifact of {run.file} is not there")
         if name:
             names = [other for other in names if other != name]
-            same(name, "bytes", len(folder.read(name)), json_name, result["bytes_model"])
-            if run is ours[0].run:
+            same(name, "bytes", len(folder.read(name)), run.json, run.result["bytes_model"])
+            if run is folder.runs[0]:
                 same("submission.json", "artifact_sha256", folder.submission["artifact_sha256"], name,
                      sha256(folder.read(name)))
     require(not names, f"{', '.join(names)}: no artifact of the first two runs")
@@ -536,10 +478,9 @@ def check_readme(folder: Folder, options: argparse.Namespace) -> str:
     _, stop, end = rest.partition(NOTES[1])
     require(start and stop, f"README.md has no block between {NOTES[0]} and {NOTES[1]}")
     want_top, want_end = render(folder)
-    if found := first_difference(f"{top}{end}", f"{want_top}\n\n{want_end}"):
-        number, line, wanted = found
-        raise Broken(f"README.md, line {number} (notes apart): {line!r}, "
-                     f"submission.json and the logs make {wanted!r}")
+    found = first_difference(f"{top}{end}", f"{want_top}\n\n{want_end}")
+    require(not found, "README.md, notes apart (line, as it is, as submission.json and the logs make it): "
+            f"{found}")
     return "is what submission.json and the logs make, notes apart"
 
 
@@ -595,13 +536,13 @@ def check_before(folder: Folder, options: argparse.Namespace) -> str:
 
 def check_same_machine(folder: Folder, before: dict[str, Any]) -> None:
     """Hardware and torch build are those of the baseline logs or, without any, of the record before."""
-    for run, log, _, _ in our_runs(folder):
+    for run in folder.runs:
         for key in ("torch", "hardware"):
             value = run.facts.get(key)
             for base in folder.baseline:
-                same(base.file, key, base.facts.get(key), log, value)
+                same(base.file, key, base.facts.get(key), run.file, value)
             if not folder.baseline:
-                same(log, key, value, f"{before['name']}, with no baseline logs,", before[key])
+                same(run.file, key, value, f"{before['name']}, with no baseline logs,", before[key])
 
 
 def check_baseline(folder: Folder, before: dict[str, Any]) -> None:
@@ -630,12 +571,24 @@ def check_artifact_score(folder: Folder, options: argparse.Namespace) -> str:
     """val_loss of the first artifact at hand, added up here from log_probs alone."""
     if options.no_exec:
         raise LeftOut
-    for owner, artifact in artifacts_of(folder, options)[:1]:
-        nats = score_added_up(folder, artifact, owner, options)
-        if nats is None:
-            raise LeftOut("too large, or not one row after the other")
-        return f"val_loss {nats:.8f} added up here from log_probs, {artifact.name}"
-    raise LeftOut("no artifact is here; --artifact PATH gives one")
+    found = artifacts_of(folder, options)
+    if not found:
+        raise LeftOut("no artifact is here; --artifact PATH gives one")
+    owner, artifact = found[0]
+    result = owner.result
+    files = val_files(result)
+    if not files:
+        raise LeftOut(f"data/datasets/{result['data']['name']} is not here")
+    row = int(result["config"]["train_seq_len"])
+    plain = result["eval"]["eval_stride"] == result["eval"]["eval_context"] == row
+    tokens = np.memmap(files[0], "<u2", "r", 1024)
+    if not plain or len(files) > 1 or len(tokens) * int(result["config"]["vocab_size"]) >= 1 << 30:
+        raise LeftOut("too large, or not one row after the other")
+    nats = leak_probe.score(folder.path / "train_gpt.py", artifact, {}, tokens, options.seconds)
+    want = scored_part(result)["val_loss"]
+    require(abs(nats - want) < tolerance_of(result), f"{artifact.name}: val_loss added up here from "
+            f"log_probs is {nats:.8f}, in {owner.json} {want:.8f}")
+    return f"val_loss {nats:.8f} added up here from log_probs, {artifact.name}"
 
 
 def check_rerun(folder: Folder, options: argparse.Namespace) -> str | None:
@@ -654,47 +607,18 @@ def tolerance_of(result: dict[str, Any]) -> float:
     return 2e-5 if "threads" in result["hardware"] else 2e-3
 
 
-def rerun_one(folder: Folder, artifact: Path, owner: OurRun, options: argparse.Namespace) -> str:
+def rerun_one(folder: Folder, artifact: Path, owner: Run, options: argparse.Namespace) -> str:
     """The score of one artifact by the folder's script, against that of its run."""
-    _, _, result, name = owner
+    result = owner.result
     files = val_files(result)
     want = scored_part(result)
     require(files, f"data/datasets/{result['data']['name']} is not here, so nothing can be evaluated")
     again = rerun(folder, artifact, result, options)
-    wanted = {"val_loss": want["val_loss"], "val_bpb": want["val_bpb"]}
-    for protocol in protocols_of(result):
-        for key in (f"val_loss_{protocol}", f"val_bpb_{protocol}"):
-            wanted[key] = result[key]
-    for key, value in wanted.items():
-        limit = tolerance_of(result)
-        close = again[key] == value or abs(again[key] - value) < limit
-        require(close, f"{artifact.name}: {key} is {again[key]} evaluated again, in {name} {value}")
-    return f"val_loss {again['val_loss']:.8f}, in {name} {want['val_loss']:.8f}"
-
-
-def score_added_up(folder: Folder, artifact: Path, owner: OurRun,
-                   options: argparse.Namespace) -> float | None:
-    """val_loss of the artifact from log_probs alone, if it is as the result says; None where that would take
-    too long or the rows overlap."""
-    result = owner.result
-    name = owner.json
-    config = result["config"]
-    files = val_files(result)
-    want = scored_part(result)["val_loss"]
-    if not files:
-        raise LeftOut(f"data/datasets/{result['data']['name']} is not here")
-    row = int(config["train_seq_len"])
-    plain = result["eval"]["eval_stride"] == result["eval"]["eval_context"] == row
-    tokens = np.memmap(files[0], "<u2", "r", 1024)
-    if not plain or len(files) > 1 or len(tokens) * int(config["vocab_size"]) >= 1 << 30:
-        return None
-    try:
-        nats = leak_probe.score(folder.path / "train_gpt.py", artifact, {}, tokens, options.seconds)
-    except leak_probe.ProbeFailed as error:
-        raise Broken(f"train_gpt.py: {error}") from None
-    require(abs(nats - want) < tolerance_of(result), f"{artifact.name}: val_loss added up here from "
-            f"log_probs is {nats:.8f}, in {name} {want:.8f}")
-    return nats
+    for key in ("val_loss", "val_bpb"):
+        value = want[key]
+        close = again[key] == value or abs(again[key] - value) < tolerance_of(result)
+        require(close, f"{artifact.name}: {key} is {again[key]} evaluated again, in {owner.json} {value}")
+    return f"val_loss {again['val_loss']:.8f}, in {owner.json} {want['val_loss']:.8f}"
 
 
 def rerun(folder: Folder, artifact: Path, result: dict[str, Any],
@@ -717,27 +641,27 @@ def rerun(folder: Folder, artifact: Path, result: dict[str, Any],
 
 # In the order in which `record check` asks them
 CHECKS = [
-    Rule("public", "finished", check_finished),
-    Rule("public", "score", check_score),
-    Rule("public", "time", check_time),
-    Rule("public", "time cap", check_time_cap),
-    Rule("public", "bytes", check_bytes),
-    Rule("public", "evaluation time", check_eval_time),
-    Rule("public", "data", check_data),
-    Rule("public", "evaluation", check_evaluation),
-    Rule("public", "compile flags", check_flags),
-    Rule("public", "hardware", check_hardware),
-    Rule("public", "leak probe", check_leaks),
-    Rule("strict", "runs", check_runs),
-    Rule("strict", "distinct runs", check_distinct),
-    Rule("strict", "one script", check_source),
-    Rule("strict", "one configuration", check_config),
-    Rule("strict", "numbers of the results", check_results),
-    Rule("strict", "numbers of the submission", check_submission),
-    Rule("strict", "files", check_files),
-    Rule("strict", "README", check_readme),
-    Rule("strict", "readable", check_readable),
-    Rule("strict", "record before", check_before),
-    Rule("strict", "score of the artifact", check_artifact_score),
-    Rule("strict", "rerun of the evaluation", check_rerun),
+    Rule("finished", check_finished),
+    Rule("score", check_score),
+    Rule("time", check_time),
+    Rule("time cap", check_time_cap),
+    Rule("bytes", check_bytes),
+    Rule("evaluation time", check_eval_time),
+    Rule("data", check_data),
+    Rule("evaluation", check_evaluation),
+    Rule("compile flags", check_flags),
+    Rule("hardware", check_hardware),
+    Rule("leak probe", check_leaks),
+    Rule("runs", check_runs),
+    Rule("distinct runs", check_distinct),
+    Rule("one script", check_source),
+    Rule("one configuration", check_config),
+    Rule("numbers of the results", check_results),
+    Rule("numbers of the submission", check_submission),
+    Rule("files", check_files),
+    Rule("README", check_readme),
+    Rule("readable", check_readable),
+    Rule("record before", check_before),
+    Rule("score of the artifact", check_artifact_score),
+    Rule("rerun of the evaluation", check_rerun),
 ]

@@ -210,6 +210,9 @@ class Folder:
                 run = read_log(self.path / name)
                 if run.source is None and self.rules.digests:
                     run.source = inputs.decode(self.script, "replace")
+                run.json = name.replace("train", "result").replace(".log", ".json")
+                demand(run.json in self.results, f"{run.file} has no {run.json}", Altered)
+                run.result = self.results[run.json]
                 self.runs.append(run)
             elif re.fullmatch(r"baseline_seed\d+\.log", name):
                 self.baseline.append(read_log(self.path / name))
@@ -233,30 +236,17 @@ class Folder:
         """{file beside train_gpt.py that its runs loaded: sha256}; none since rules version 2."""
         if not self.rules.companions:
             return {}
-        return self.result(self.runs[0]).get("companions", {})
-
-    def result_name(self, run: Run) -> str:
-        return run.file.replace("train", "result").replace(".log", ".json")
-
-    def result(self, run: Run) -> dict[str, Any]:
-        """The result.json that belongs to a run of ours."""
-        demand(self.result_name(run) in self.results, f"{run.file} has no {self.result_name(run)}")
-        return self.results[self.result_name(run)]
-
-    def value(self, run: Run, metric: str) -> float:
-        """A run's number as its result.json has it, with all digits; seconds for time."""
-        result = self.result(run)
-        return result["train_time_ms"] / 1000 if metric == "time" else result[metric]
+        return self.runs[0].result.get("companions", {})
 
     def values(self, metric: str) -> list[float]:
-        return [self.value(run, metric) for run in self.runs]
+        return [run.exact(metric) for run in self.runs]
 
     def hardware(self) -> str:
-        return self.result(self.runs[0])["hardware"]
+        return self.runs[0].result["hardware"]
 
     def finished(self) -> str:
         """When the last of its runs ended, UTC."""
-        return max(self.result(run)["finished"] for run in self.runs)
+        return max(run.result["finished"] for run in self.runs)
 
     def first_of_track(self) -> bool:
         """Is there neither a target nor anything to beat?"""
@@ -328,7 +318,7 @@ def best_before(records: dict[str, Folder], hardware: str) -> str:
 
 def summary_of(name: str, folder: Folder) -> dict[str, Any]:
     """What a later record keeps of the one before it."""
-    first = folder.result(folder.runs[0])
+    first = folder.runs[0].result
     values = folder.values(folder.track.metric)
     return {"name": name, "code_sha256": sha256(folder.script), "hardware": first["hardware"],
             "torch": first["torch"], "mean": round(describe(values).mean, 10), "values": values,
@@ -343,7 +333,7 @@ def rounded(value: float | None) -> float | None:
 
 def computed(folder: Folder) -> dict[str, float | None]:
     """Every number of submission.json that follows from logs and results."""
-    first = folder.result(folder.runs[0])
+    first = folder.runs[0].result
     out = {}
     for key in ("val_loss", "val_bpb", "core", "bytes_total", "bytes_code"):
         out[key] = first[key]
@@ -353,25 +343,26 @@ def computed(folder: Folder) -> dict[str, float | None]:
         out[f"{metric}_mean"] = rounded(stats.mean)
         out[f"{metric}_std"] = rounded(stats.std)
     _, test = folder.test()
-    seeds = [folder.result(run)["seed"] for run in folder.runs]
+    seeds = [run.result["seed"] for run in folder.runs]
     return out | {"date": folder.finished()[:10], "n": len(folder.runs), "seeds": seeds,
                   "p": rounded(test.p) if test and math.isfinite(test.p) else None}
 
 
-def open_run(path: Path | str) -> tuple[Run, dict[str, Any]]:
-    """(Run, result) of a finished run: its folder, or its run_id under logs/. Raises Refused."""
+def open_run(path: Path | str) -> Run:
+    """A finished run with its result: its folder, or its run_id under logs/. Raises Refused."""
     path = Path(path) if Path(path).is_dir() else Path("logs", path)
     demand_no_dead_link(path)
     demand(path.is_dir(), f"{path.name} is no run folder")
     demand((path / "train.log").exists(), f"{path} has no train.log")
     result = read_json(path / "result.json")
     run = read_log(path / "train.log")
+    run.result = result
     name = result.get("run_id")
     ended = result.get("stop_reason") in ("iterations", "wallclock_cap", "max_epochs")
     demand(run.finals and ended, f"run {name} did not finish training")
     demand(result.get("resumed") or not run.steps_repeat,
            f"run {name} was resumed, but its result.json does not say so")
-    return run, result
+    return run
 
 
 def code_diff(before: tuple[str, bytes], after: tuple[str, bytes]) -> str:
@@ -416,7 +407,7 @@ def result_lines(folder: Folder) -> list[str]:
     lines = [
         f"{metric}: {stats_line(metric, describe(folder.values(metric)))}.  ",
         f"Test: {claim}.  ",
-        f"Exact metric of train.log: `{metric} {show(metric, folder.value(folder.runs[0], metric))}`.  ",
+        f"Exact metric of train.log: `{metric} {show(metric, folder.runs[0].exact(metric))}`.  ",
         f"Training time: {stats_line('time', describe(folder.values('time')))} s."]
     if len(folder.runs) == 1:
         lines += ["", "**A single run: its spread is unknown.**"]
@@ -434,8 +425,8 @@ def run_lines(folder: Folder) -> list[str]:
     rows = []
     resumed = []
     for run in folder.runs:
-        result = folder.result(run)
-        scores = [show(name, folder.value(run, name)) for name in columns]
+        result = run.result
+        scores = [show(name, run.exact(name)) for name in columns]
         sizes = [f"{result[name]:,}" for name in ("steps", "tokens", "bytes_total")]
         rows.append([result["seed"], run.path.name, *scores, *sizes])
         if result["resumed"]:
@@ -456,7 +447,7 @@ def before_lines(folder: Folder) -> list[str]:
     metric = folder.track.metric
     if not before:
         return ["None: the first of its track."]
-    now = shared_config(folder.result(folder.runs[0])["config"])
+    now = shared_config(folder.runs[0].result["config"])
     then = before["config"]
     changed = [[name, then.get(name, "(none)"), now.get(name, "(none)")] for name in sorted({*now, *then})
                if now.get(name) != then.get(name)]
@@ -482,7 +473,7 @@ def before_lines(folder: Folder) -> list[str]:
 def where_table(folder: Folder) -> str:
     """Where, when, by whom and from what the record was made."""
     s = folder.submission
-    first = folder.result(folder.runs[0])
+    first = folder.runs[0].result
     return table(["", ""], [
         ["hardware", first["hardware"]],
         ["torch", first["torch"]],
@@ -502,7 +493,7 @@ def where_table(folder: Folder) -> str:
 def render(folder: Folder) -> tuple[str, str]:
     """README.md, made from the other files alone: (what stands before the notes, what after them)."""
     s = folder.submission
-    results = [folder.result(run) for run in folder.runs]
+    results = [run.result for run in folder.runs]
     lines = [
         f"# {s['name']}", "", s["blurb"], "",
         "## Result", "", *result_lines(folder), "",

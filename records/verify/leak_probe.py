@@ -8,18 +8,20 @@ worker processes with a time limit; they are asked for log-probabilities only an
 One worker sees the documents as they are, the other only changed ones, in random order and company.
 It finds mistakes and lazy tricks. Code that looks out for the probe can hide from it: read the source, too.
 
-Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. A request is a line of JSON, then int64
-tokens: {"shape": [B, T]} asks for log-probabilities, {"configs": [environment, ...]} for the configurations
-that the script makes of them.
+Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. A request is a line of JSON: {"tokens":
+[[...], ...]} asks for log-probabilities, {"configs": [environment, ...]} for the configurations that the
+script makes of them.
 ARTIFACT - means random weights for the configuration that the environment asks for: a leak is a property of
 the code, with any weights.
 """
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +34,7 @@ NOISE = 1e-4            # nats that other batch sizes may change by rounding, at
 LEAST = 2e-6            # nats that count as no change
 SUM_TOLERANCE = 1e-4    # of the sum of a row's probabilities
 ALIGNMENTS = (8, 16, 32, 64, 128)
+WINDOWS = 64            # tokens: the windows of all recipes are multiples
 SHORT_ROW = 1024        # tokens: most changes are tried on rows up to this length
 KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")       # of ours, for a stranger's script
 
@@ -43,14 +46,13 @@ class ProbeFailed(Exception):
     """The model leaks, is no distribution, or could not be asked."""
 
 
-# ------------------------------------------------------------ scripts with one class for all presets
+# ------------------------------------------------------------ the worker
 class Script:
     """A train_gpt.py and its model, opened for questions: the module offers load_config, load_model,
-    log_probs, GPT and eval_window."""
+    log_probs, and in older scripts the class of the model. env: constants of random weights."""
     def __init__(self, module: ModuleType, artifact: Path | str | None, env: Mapping[str, str]) -> None:
         self.module = module
-        self.env = env
-        self.cfg = None
+        self.cfg: Any = None
         if artifact == NO_MODEL:
             return
         if artifact:
@@ -61,27 +63,32 @@ class Script:
             random_weights(self.model)
 
     def new_model(self) -> Any:
-        return self.module.GPT(self.cfg)
+        if hasattr(self.module, "GPT"):                     # one class for all presets
+            return self.module.GPT(self.cfg)
+        if hasattr(self.cfg, "choose_kernels"):
+            return self.cfg.make_model()
+        return self.cfg.make_model(self.module.Kernels())   # scripts until 5c77bc0
 
-    def about(self) -> dict[str, Any]:
-        """{"T": tokens of a row, "V": of the vocabulary, "windows": those whose edges are worth a try}"""
-        if not self.cfg:
-            return {}
-        return {"T": self.cfg.train_seq_len, "V": self.cfg.vocab_size, "windows": self.windows()}
-
-    def windows(self) -> list[int]:
-        return [*self.cfg.window_schedule, self.eval_window()]
+    def about(self) -> dict[str, int]:
+        """{"T": tokens of a row, "V": of the vocabulary}"""
+        return {"T": self.cfg.train_seq_len, "V": self.cfg.vocab_size} if self.cfg else {}
 
     def config(self, env: dict[str, str]) -> Any:
         """{constant: text} of an environment, as a log of the script shows it."""
         return {name: self.module.show(value) for name, value in vars(self.module.load_config(env)).items()}
 
-    def eval_window(self) -> int:
-        return self.module.eval_window(self.cfg)
+    def set_context(self, T: int) -> None:
+        """Models of rules version 1 must be told the length and the window of rows."""
+        window = self.cfg.window_schedule[-1]
+        if hasattr(self.module, "eval_window"):         # the oldest know only that of the last stage
+            window = self.module.eval_window(self.cfg)
+        self.model.set_context(T, window)
 
     def log_probs(self, tokens: np.ndarray) -> np.ndarray:
         """tokens (B, T) int64 -> (B, T, V) fp32."""
         import torch
+        if hasattr(self.model, "set_context"):
+            self.set_context(tokens.shape[1])
         with torch.no_grad():
             found = self.module.log_probs(self.model, torch.from_numpy(tokens.copy()))
         return found.float().contiguous().numpy()
@@ -95,60 +102,13 @@ def random_weights(model: Any) -> None:
         p.data.normal_(0, 1 if p.ndim < 2 else max(p.shape) ** -0.5, generator=generator)
 
 
-# ------------------------------------------------------------ scripts whose recipes are sections
-class RecipeScript(Script):
-    """A script with RECIPES: its Config makes the model and knows the windows of stages and of scoring."""
-    def new_model(self) -> Any:
-        if hasattr(self.cfg, "choose_kernels"):
-            return self.cfg.make_model()
-        return self.cfg.make_model(self.module.Kernels())  # scripts until 5c77bc0
-
-    def windows(self) -> list[int]:
-        """Sizes of all windows, of stages and of scoring; 0 where there are none."""
-        sizes = {0}
-        if hasattr(self.cfg, "windows"):        # not of recipes whose tokens see all earlier ones
-            for stage in (None, *self.cfg.stages()):
-                sizes |= {*self.cfg.windows(stage, self.cfg.train_seq_len).values()}
-        return sorted(sizes)
-
-
-# ------------------------------------------------------------ scripts of rules version 1
-class OldScript(Script):
-    """A script whose model must be told the length and the window."""
-    context = None      # tokens of the rows that the model is set to
-
-    def eval_window(self) -> int:
-        if hasattr(self.module, "eval_window"):
-            return self.module.eval_window(self.cfg)
-        return self.cfg.window_schedule[-1]     # the oldest know only that of the last stage
-
-    def log_probs(self, tokens: np.ndarray) -> np.ndarray:
-        if tokens.shape[1] != self.context:
-            self.context = tokens.shape[1]
-            self.model.set_context(self.context, self.eval_window())
-        return super().log_probs(tokens)
-
-
-# ------------------------------------------------------------ the worker
-def script_kind(module: ModuleType) -> type[Script]:
-    """The class that knows how to ask a train_gpt.py, by what it offers."""
-    if hasattr(module, "RECIPES"):
-        return RecipeScript
-    return Script if hasattr(module, "ModelConfig") else OldScript
-
-
 def open_script(path: Path | str, artifact: Path | str | None, env: Mapping[str, str]) -> Script:
     """Imports the script at path. artifact: a path, or None for random weights."""
     sys.path.insert(0, str(Path(path).resolve().parent))        # companions of old scripts
     spec = importlib.util.spec_from_file_location("train_gpt", path)
     module = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    kind = script_kind(module)
-    return kind(module, artifact, env)
-
-
-def read_tokens(count: int) -> np.ndarray:
-    return np.frombuffer(sys.stdin.buffer.read(8 * count), np.int64)
+    return Script(module, artifact, env)
 
 
 def serve(path: Path | str, artifact: Path | str | None) -> None:
@@ -160,17 +120,17 @@ def serve(path: Path | str, artifact: Path | str | None) -> None:
         answers.write(json.dumps(head).encode() + b"\n" + raw)
         answers.flush()
 
-    script: Any = open_script(path, None if artifact == "-" else artifact, os.environ)
+    script = open_script(path, None if artifact == "-" else artifact, os.environ)
     answer(script.about())
-    while line := sys.stdin.buffer.readline():
-        asked = json.loads(line)
+    for asked in map(json.loads, sys.stdin):
         if "configs" in asked:
             answer([script.config(env) for env in asked["configs"]])
         else:
-            found = script.log_probs(read_tokens(int(np.prod(asked["shape"]))).reshape(asked["shape"]))
+            found = script.log_probs(np.array(asked["tokens"], np.int64))
             answer(list(found.shape), found.tobytes())
 
 
+# ------------------------------------------------------------ the judge
 def clean_environment() -> dict[str, str]:
     """What a stranger's script sees of our environment."""
     return {key: os.environ[key] for key in KEPT_ENVIRONMENT if key in os.environ}
@@ -183,88 +143,66 @@ class Model:
         command = [sys.executable, __file__, str(script), str(artifact or "-")]
         # The folder stays as it is, and threads of a waiting worker sleep
         own = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        self.errors = tempfile.TemporaryFile()
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, env=clean_environment() | own | env)
-        self.errors = []
-        self.late = False
+                                        stderr=self.errors, env=clean_environment() | own | env)
         self.seconds = seconds
+        self.late = False
         self.timer = threading.Timer(seconds, self.stop)
         self.timer.daemon = True
         self.timer.start()
-        self.listener = threading.Thread(target=self.listen, daemon=True)
-        self.listener.start()
         self.about = self.answer()
-
-    def listen(self) -> None:
-        """Keeps the last lines that the worker writes to stderr."""
-        for line in self.process.stderr:
-            self.errors = [*self.errors[-20:], line.decode(errors="replace").strip()]
 
     def stop(self) -> None:
         self.late = True
         self.process.kill()
 
-    def ask(self, request: dict[str, Any], tokens: np.ndarray | None) -> Any:
-        """The shape of the answer. Raises ProbeFailed."""
+    def ask(self, request: dict[str, Any]) -> Any:
+        """The head of the answer. Raises ProbeFailed."""
         with contextlib.suppress(BrokenPipeError):      # answer() says why it ended
-            head = json.dumps(request).encode() + b"\n"
-            self.process.stdin.write(head + tokens.astype(np.int64).tobytes())
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
-        return tuple(self.answer())
+        return self.answer()
 
     def answer(self) -> Any:
         """The next line of JSON. Raises ProbeFailed."""
-        line = self.process.stdout.readline()
-        if line:
+        if line := self.process.stdout.readline():
             return json.loads(line)
         self.process.wait()
-        self.listener.join(5)
-        why = self.errors[-1] if self.errors else "it ended without a word"
+        self.errors.seek(0)
+        said = self.errors.read().decode(errors="replace").split("\n")
+        why = next((line.strip() for line in reversed(said) if line.strip()), "it ended without a word")
         if self.late:
             why = f"no answer within {self.seconds:.0f} s"
         raise ProbeFailed(f"the script does not answer: {why[:200]}")
 
-    def read(self, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-        """The numbers of an answer."""
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        raw = self.process.stdout.read(size)
-        if len(raw) != size:
-            self.answer()       # raises: the worker has ended
-        return np.frombuffer(raw, dtype).reshape(shape)
-
     def log_probs(self, tokens: np.ndarray) -> np.ndarray:
         """tokens (B, T) -> (B, T, V) fp32."""
-        shape = self.ask({"shape": tokens.shape}, tokens)
-        wanted = (*tokens.shape, self.about["V"])
+        shape = self.ask({"tokens": tokens.tolist()})
+        wanted = [*tokens.shape, self.about["V"]]
         if shape != wanted:
             raise ProbeFailed(f"log_probs of tokens {tokens.shape} has shape {shape}, not {wanted}")
-        return self.read(shape, np.float32)
+        raw = self.process.stdout.read(4 * math.prod(shape))
+        if len(raw) != 4 * math.prod(shape):
+            self.answer()       # raises: the worker has ended
+        return np.frombuffer(raw, np.float32).reshape(shape)
 
     def close(self) -> None:
         self.timer.cancel()
         self.process.kill()
         self.process.communicate()
+        self.errors.close()
 
 
 # ------------------------------------------------------------ what is tried
-def some_places(T: int, windows: list[int], rng: np.random.Generator) -> list[int]:
-    """Last unchanged positions that are worth a try: some odd ones, a random multiple of each alignment and
-    the place before it, and the edges of the windows."""
-    found = {1, T // 2, T - 2}
-    found |= {int(t) | 1 for t in rng.integers(0, T - 2, 4)}
-    for step in ALIGNMENTS:
-        if step < T - 1:
-            place = step * int(rng.integers(1, (T - 2) // step + 1))
-            found |= {place, place - 1}
-    for window in windows:
-        for edge in (window, window // 2):
-            found |= {edge - 1, edge, edge + 1}
-    return sorted(t for t in found if 0 <= t < T - 1)
-
-
-def two_places(T: int, rng: np.random.Generator) -> list[int]:
-    """Two odd ones."""
-    return [int(t) | 1 for t in rng.integers(0, T - 2, 2)]
+def some_places(T: int, rng: np.random.Generator) -> list[int]:
+    """Last unchanged positions that are worth a try: some odd ones, a random multiple of each alignment, all
+    where a window may end, and the place before each of these."""
+    found = {1, T // 2, T - 2} | {int(t) | 1 for t in rng.integers(0, T - 2, 4)}
+    aligned = [*range(WINDOWS, T, WINDOWS)]
+    aligned += [step * int(rng.integers(1, (T - 2) // step + 1)) for step in ALIGNMENTS if step < T - 1]
+    found |= {place - before for place in aligned for before in (0, 1)}
+    return sorted(t for t in found if t < T - 1)
 
 
 def documents(T: int, V: int, val_files: Sequence[Path],
@@ -351,33 +289,28 @@ def try_places(fresh: Model | Script, kind: str, document: np.ndarray, base: np.
     return worst
 
 
-def probe(fresh: Model | Script, seen: Model | Script, T: int, V: int, windows: list[int],
-          val_files: Sequence[Path], rng: np.random.Generator) -> tuple[int, float, list[str]]:
-    """Asks the worker `seen` for documents of T tokens, the worker `fresh` for changed ones. Returns (changes
-    tried, the largest effect, kinds of documents). Raises ProbeFailed."""
+def probe(fresh: Model | Script, seen: Model | Script, T: int, V: int, val_files: Sequence[Path],
+          rng: np.random.Generator) -> tuple[int, float, list[str]]:
+    """Asks the worker `seen` for documents of T tokens, the worker `fresh` for changed ones: a few of a long
+    document. Returns (changes tried, the largest effect, kinds of documents). Raises ProbeFailed."""
     tried = 0
     worst = 0.0
     kinds = []
-    for i, (kind, document) in enumerate(documents(T, V, val_files, rng)):
+    is_long = T > SHORT_ROW
+    for i, (kind, document) in enumerate(documents(T, V, [] if is_long else val_files, rng)):
         base = seen.log_probs(document[None])[0].copy()
         check_rows(base, kind)
-        noise = try_company(seen, kind, document, base, V, rng)
-        every = i == 0 and T <= 513 and T * V < 1 << 21     # small enough to try all places, once
-        places = range(T - 1) if every else some_places(T, windows, rng)
-        limit = max(LEAST, 10 * noise)
+        if is_long:
+            places = [int(t) | 1 for t in rng.integers(0, T - 2, 2)]
+            limit = NOISE
+        else:
+            every = i == 0 and T <= 513 and T * V < 1 << 21     # small enough to try all places, once
+            places = [*range(T - 1)] if every else some_places(T, rng)
+            limit = max(LEAST, 10 * try_company(seen, kind, document, base, V, rng))
         worst = max(worst, try_places(fresh, kind, document, base, V, places, limit, rng))
         tried += len(places)
         kinds.append(kind)
     return tried, worst, kinds
-
-
-def probe_long(fresh: Model, seen: Model, T: int, V: int, rng: np.random.Generator) -> tuple[int, float]:
-    """A few changes of a document that is too long for more. Returns (changes tried, the largest effect)."""
-    (kind, document), = documents(T, V, [], rng)
-    base = seen.log_probs(document[None])[0].copy()
-    check_rows(base, kind)
-    places = two_places(T, rng)
-    return len(places), try_places(fresh, kind, document, base, V, places, NOISE, rng)
 
 
 def judge(script: Path | str, artifact: Path | None, env: dict[str, str], val_files: Sequence[Path] = (),
@@ -388,47 +321,39 @@ def judge(script: Path | str, artifact: Path | None, env: dict[str, str], val_fi
     with contextlib.ExitStack() as stack:
         seen, fresh = (stack.enter_context(contextlib.closing(Model(script, artifact, env, seconds)))
                        for _ in range(2))
-        V = seen.about["V"]
         full = context or seen.about["T"]
-        T = min(full, SHORT_ROW)
-        tried, worst, kinds = probe(fresh, seen, T, V, seen.about["windows"], val_files, rng)
-        lengths = f"{T}"
-        if full > T:
-            more, effect = probe_long(fresh, seen, full, V, rng)
-            tried += more
-            worst = max(worst, effect)
-            lengths = f"{T} and {full}"
+        lengths = sorted({min(full, SHORT_ROW), full})
+        found = [probe(fresh, seen, T, seen.about["V"], val_files, rng) for T in lengths]
+    tried = sum(count for count, _, _ in found)
+    worst = max(effect for _, effect, _ in found)
     weights = "the artifact" if artifact else "random weights"
-    return (f"{tried} changes of later tokens in {' and '.join(kinds)} of {lengths}, {weights}: the largest "
-            f"effect on an earlier log-probability is {worst:.1g}, every row sums to 1")
+    return (f"{tried} changes of later tokens in {' and '.join(found[0][2])} of "
+            f"{' and '.join(map(str, lengths))}, {weights}: the largest effect on an earlier log-probability "
+            f"is {worst:.1g}, every row sums to 1")
 
 
 def configurations(script: Path | str, envs: list[dict[str, str]], seconds: float) -> list[Any]:
     """[{constant: text}] that the script makes of environments. Raises ProbeFailed."""
     with contextlib.closing(Model(script, NO_MODEL, {}, seconds)) as model:
-        return model.ask({"configs": envs}, np.zeros(0))
+        return model.ask({"configs": envs})
 
 
 def score(script: Path | str, artifact: Path | None, env: dict[str, str], val: np.ndarray,
           seconds: float) -> float:
     """Mean nats over every target of val (N,), rows of T tokens, added up here from log_probs alone."""
+    n = len(val) - 1
+    nats = 0.0
     with contextlib.closing(Model(script, artifact, env, seconds)) as model:
         T = model.about["T"]
-        V = model.about["V"]
-        n = len(val) - 1
-        nats = 0.0
-        rows = max(1, (1 << 22) // (T * V))     # more is no faster: their memory is new at each answer
+        rows = max(1, (1 << 22) // (T * model.about["V"]))      # more is no faster
         for start in range(0, n, T * rows):
             piece = val[start:start + T * rows + 1].astype(np.int64)
             count = len(piece) - 1
-            padded = -(-count // T) * T     # whole rows
-            inputs = np.zeros(padded, np.int64)
-            targets = piece[1:]
-            inputs[:count] = piece[:-1]
-            found = model.log_probs(inputs.reshape(-1, T)).reshape(-1, V)
-            check_rows(found[:count], "validation text")
-            nats -= float(found[np.arange(count), targets].astype(np.float64).sum())
-        return nats / n
+            whole_rows = np.pad(piece[:-1], (0, -count % T)).reshape(-1, T)
+            found = model.log_probs(whole_rows).reshape(-1, model.about["V"])[:count]
+            check_rows(found, "validation text")
+            nats -= float(found[np.arange(count), piece[1:]].astype(np.float64).sum())
+    return nats / n
 
 
 if __name__ == "__main__":

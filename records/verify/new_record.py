@@ -12,9 +12,9 @@ from typing import Any
 from data import inputs
 from records.judge.runs import RULER, Refused, Run, demand, demand_no_dead_link, demand_samples, remove_folder
 from records.judge.scores import demand_comparable
-from records.show.curves import draw_record
 from records.verify import folders
 from records.verify.checks import ARTIFACT_LIMIT, json_text
+from records.verify.evidence import record_picture
 from records.verify.folders import (
     NEWEST, ROOT, RULES, Folder, best_before, change_text, code_diff, computed, is_plain, open_run, read_json,
     readme_of, records_of, sha256, shared_config, summary_of, track_of)
@@ -36,12 +36,13 @@ def siblings(paths: list[str], chosen: set[str], first: dict[str, Any]) -> dict[
     return found
 
 
-def check_alike(opened: list[tuple[Run, dict]]) -> None:
+def check_alike(opened: list[Run]) -> None:
     """Refuses runs that differ in more than the seed, or in less, and those with files beside the script. The
     seed is what the log says."""
-    first = opened[0][1]
+    first = opened[0].result
     expected = shared_config(first["config"])
-    for _, result in opened:
+    for run in opened:
+        result = run.result
         name = result["run_id"]
         config = shared_config(result["config"])
         demand(not result.get("companions"), f"run {name} loaded files from beside its script: since rules "
@@ -51,35 +52,39 @@ def check_alike(opened: list[tuple[Run, dict]]) -> None:
         for key in sorted({*config, *expected}):
             demand(config.get(key) == expected.get(key),
                    f"run {name} has {key}={config.get(key)}, {first['run_id']} has {expected.get(key)}")
-    counts = Counter(result["seed"] for _, result in opened)
+    demand_each_seed_once(opened)
+    for run in opened:
+        seed = run.result["seed"]
+        demand(run.seed_in_lines in (-1, seed), f"run {run.result['run_id']}: its log says seed "
+               f"{run.seed_in_lines}, its result.json {seed}")
+    demand_samples(opened)
+
+
+def demand_each_seed_once(runs: list[Run]) -> None:
+    """Refuses runs of which two have one seed."""
+    counts = Counter(run.result["seed"] for run in runs)
     repeated = [seed for seed, count in counts.items() if count > 1]
     demand(not repeated, f"seed {repeated and repeated[0]} is used by more than one run")
-    for run, result in opened:
-        demand(run.seed_in_lines in (-1, result["seed"]), f"run {result['run_id']}: its log says seed "
-               f"{run.seed_in_lines}, its result.json {result['seed']}")
-    demand_samples([run for run, _ in opened])
 
 
-def demand_one_recipe(opened: tuple[Run, dict], whole: bool) -> None:
+def demand_one_recipe(run: Run, whole: bool) -> None:
     """Refuses a run of a script with several recipes, unless the whole of it is wanted."""
-    run, result = opened
-    preset = result["preset"]
     recipes = recipes_of(inputs.read_bytes(run.path.parent / "train_gpt.py"))
-    demand(whole or len(recipes) < 2, f"run {result['run_id']} has a script with {len(recipes)} recipes, and "
-           f"a record shows its own: train it by `./run.sh {preset} --script`; --whole makes a record of the "
-           "whole file")
+    demand(whole or len(recipes) < 2, f"run {run.result['run_id']} has a script with {len(recipes)} recipes, "
+           f"and a record shows its own: train it by `./run.sh {run.result['preset']} --script`; --whole "
+           "makes a record of the whole file")
 
 
-def excluded_runs(args: argparse.Namespace, opened: list[tuple[Run, dict]]) -> list[dict[str, Any]]:
+def excluded_runs(args: argparse.Namespace, opened: list[Run]) -> list[dict[str, Any]]:
     """The runs of the same code and constants that are left out, as submission.json lists them. Raises
     Refused where one has no reason."""
-    first = opened[0][1]
+    first = opened[0].result
     metric = RULES[NEWEST].tracks[track_of(first["preset"])].metric
-    others = siblings(args.runs, {result["run_id"] for _, result in opened}, first)
+    others = siblings(args.runs, {run.result["run_id"] for run in opened}, first)
     reasons = {}
     for pair in args.exclude:
-        run, _, reason = pair.partition("=")
-        reasons[Path(run).name] = reason
+        run_id, _, reason = pair.partition("=")
+        reasons[Path(run_id).name] = reason
     for name in others:
         demand(reasons.get(name), f"run {name} has the same code and constants: include it, or give "
                f"--exclude {name}=reason")
@@ -89,21 +94,20 @@ def excluded_runs(args: argparse.Namespace, opened: list[tuple[Run, dict]]) -> l
             for name, other in others.items()]
 
 
-def model_of(run: Run, result: dict[str, Any]) -> Path:
+def model_of(run: Run) -> Path:
     """The file that a run is scored by. Raises Refused."""
-    packed = result["config"]["score_artifact"] == "1"
+    packed = run.result["config"]["score_artifact"] == "1"
     found = sorted(run.path.parent.glob("final_model.*.ptz" if packed else "final_model.pt"))
-    demand(found, f"run {result['run_id']} has no artifact")
+    demand(found, f"run {run.result['run_id']} has no artifact")
     return found[0]
 
 
-def copy_files(folder: Path, opened: list[tuple[Run, dict]], baseline: list[tuple[Run, dict]],
-               models: list[Path]) -> None:
+def copy_files(folder: Path, opened: list[Run], baseline: list[Run], models: list[Path]) -> None:
     """Logs, results, the script, and small artifacts of the first two runs: both can be scored again. Logs
     after the first leave out the script that they begin with."""
-    script = inputs.read_bytes(opened[0][0].path.parent / "train_gpt.py") + b"\n"
-    for i, (run, result) in enumerate(opened):
-        end = f"_seed{result['seed']}" if i else ""
+    script = inputs.read_bytes(opened[0].path.parent / "train_gpt.py") + b"\n"
+    for i, run in enumerate(opened):
+        end = f"_seed{run.result['seed']}" if i else ""
         log = inputs.read_bytes(run.path)
         if i and log.startswith(script + RULER.encode()):
             log = log.removeprefix(script)
@@ -111,18 +115,18 @@ def copy_files(folder: Path, opened: list[tuple[Run, dict]], baseline: list[tupl
         shutil.copyfile(run.path.parent / "result.json", folder / f"result{end}.json")
         if i < len(models) and models[i].suffix == ".ptz" and models[i].stat().st_size < ARTIFACT_LIMIT:
             shutil.copyfile(models[i], folder / models[i].name.replace("final_model", f"final_model{end}"))
-    for run, result in baseline:
-        shutil.copyfile(run.path, folder / f"baseline_seed{result['seed']}.log")
-    shutil.copyfile(opened[0][0].path.parent / "train_gpt.py", folder / "train_gpt.py")
+    for run in baseline:
+        shutil.copyfile(run.path, folder / f"baseline_seed{run.result['seed']}.log")
+    shutil.copyfile(opened[0].path.parent / "train_gpt.py", folder / "train_gpt.py")
 
 
 def new(args: argparse.Namespace, say: Callable) -> str:
     """Makes the record folder of finished runs. Returns its path."""
     demand(args.blurb.strip(), "what does the record change? --blurb 'a sentence' says so on its page")
     # 1. which runs
-    opened = sorted((open_run(path) for path in args.runs), key=lambda pair: pair[1]["seed"])
+    opened = sorted(map(open_run, args.runs), key=lambda run: run.result["seed"])
     check_alike(opened)
-    first = opened[0][1]
+    first = opened[0].result
     track = track_of(first["preset"])
     demand(track in RULES[NEWEST].tracks, f"preset {first['preset']} has no track")
     demand_one_recipe(opened[0], args.whole)
@@ -130,23 +134,21 @@ def new(args: argparse.Namespace, say: Callable) -> str:
     for text in (args.name, args.author, args.github_id, args.blurb, args.ai_disclosure, *args.exclude):
         demand(is_plain(text), f"{text[:60]!r}: must be one line without < > | * # [ ] \\ ` or addresses")
     baseline = [open_run(path) for path in args.baseline]
-    seeds = {result["seed"] for _, result in baseline}
-    demand(len(seeds) == len(baseline), "two baseline runs have the same seed")
+    demand_each_seed_once(baseline)
     # 2. which record before
     earlier = records_of(track)
     before = args.before or best_before(earlier, first["hardware"])
     demand(before in ("none", *earlier), f"--before {before} is no record of track {track}")
     runs_before = earlier[before].runs if before != "none" else []
-    all_runs = [run for run, _ in [*opened, *baseline]] + runs_before
-    demand_comparable(all_runs, RULES[NEWEST].tracks[track].metric)
+    demand_comparable([*opened, *baseline, *runs_before], RULES[NEWEST].tracks[track].metric)
     if before != "none":
-        then = earlier[before].result(earlier[before].runs[0])["config"]
+        then = earlier[before].runs[0].result["config"]
         for name, value in first["config"].items():     # those that differ stand in a table
             demand(is_plain(value) or value == then.get(name),
                    f"constant {name}={value[:60]!r} differs from the record before and breaks its page")
     # 3. the files
-    models = [model_of(run, result) for run, result in opened[:2]]
-    date = max(result["finished"] for _, result in opened)[:10]
+    models = [model_of(run) for run in opened[:2]]
+    date = max(run.result["finished"] for run in opened)[:10]
     short_name = re.sub(r"[^A-Za-z0-9]+", "", args.name)
     final = Path(args.into or folders.HOME) / f"track_{track}" / f"{date}_{short_name}"
     demand_no_dead_link(final)
@@ -162,14 +164,14 @@ def new(args: argparse.Namespace, say: Callable) -> str:
         track=track, rules_version=NEWEST, ai_disclosure=args.ai_disclosure, git_commit=commit,
         systems_change=args.systems_change, artifact_sha256=sha256(inputs.read_bytes(models[0])), before=None,
         code_change="", excluded=excluded)
-    curves = {args.name: [run for run, _ in opened]}
     if before != "none":
         diff = code_diff(*of_one_kind(source_of(earlier[before]), Source(script, commit, first["preset"])))
-        curves = {before: earlier[before].runs} | curves
         (folder / "changes.diff").write_text(diff, encoding="utf-8")
         submission |= {"before": summary_of(before, earlier[before]), "code_change": change_text(diff)}
-    draw_record(curves, folder / "loss.png", f"{first['preset']}: {args.name}")
-    submission["files"] = {path.name: sha256(inputs.read_bytes(path)) for path in sorted(folder.iterdir())}
+    (folder / "submission.json").write_text(json_text(submission), encoding="utf-8")
+    record_picture(Folder(folder), earlier, folder / "loss.png")
+    listed = [path for path in sorted(folder.iterdir()) if path.name != "submission.json"]
+    submission["files"] = {path.name: sha256(inputs.read_bytes(path)) for path in listed}
     # 4. the numbers, from what was copied
     for _ in range(2):
         (folder / "submission.json").write_text(json_text(submission), encoding="utf-8")

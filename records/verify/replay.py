@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from data import inputs
-from records.verify.checks import OF_ONE_RUN, LeftOut, Rule, our_runs, require
-from records.verify.evidence import lines_of
+from records.verify.checks import OF_ONE_RUN, LeftOut, Rule, require
 from records.verify.folders import ROOT, Folder
 
 SLOWER = 1e-6           # seconds of the replay's clock in one of ours: schedules stand still on any machine
@@ -43,24 +42,25 @@ def check_replay(folder: Folder, options: argparse.Namespace) -> str | None:
     """--replay N: the run of train.log, or of --seed, trained again for N steps."""
     if not options.replay:
         return None
-    asked = [one for one in our_runs(folder) if options.seed in (None, one.result["seed"])]
+    asked = [run for run in folder.runs if options.seed in (None, run.result["seed"])]
     require(asked, f"no run has seed {options.seed}")
-    run, log, result, _ = asked[0]
-    lines = lines_of(run)
+    run = asked[0]
+    lines = run.body.split("\n")
     told = [int(found[1]) for found in map(COMPARED.match, lines) if found]
     last = max((step for step in told if step <= options.replay), default=0)
-    require(last, f"{log} has no loss up to step {options.replay}")
+    require(last, f"{run.file} has no loss up to step {options.replay}")
     if options.no_exec:
         raise LeftOut
-    ranks, threads = cpus_of(result)
+    ranks, threads = cpus_of(run.result)
     here = metadata.version("torch")
-    if here.partition("+")[0] != result["torch"].partition("+")[0]:
-        raise LeftOut(f"the run has torch {result['torch']}, this machine {here}")
-    if not (ROOT / "data" / "datasets" / result["data"]["name"]).exists():
-        raise LeftOut(f"data/datasets/{result['data']['name']} is not here")
+    if here.partition("+")[0] != run.result["torch"].partition("+")[0]:
+        raise LeftOut(f"the run has torch {run.result['torch']}, this machine {here}")
+    dataset = f"data/datasets/{run.result['data']['name']}"
+    if not (ROOT / dataset).exists():
+        raise LeftOut(f"{dataset} is not here")
     with tempfile.TemporaryDirectory() as scratch:
-        again = train_again(folder, result, ranks, threads, last, options.seconds, Path(scratch))
-    return f"{log}: {compare(log, lines, again, last)}"
+        again = train_again(folder, run.result, ranks, threads, last, options.seconds, Path(scratch))
+    return f"{run.file}: {compare(run.file, lines, again, last)}"
 
 
 def cpus_of(result: dict[str, Any]) -> tuple[int, int]:
@@ -169,5 +169,5 @@ def loss_of(found: re.Match) -> tuple[str, str]:
 
 # In the order in which `record check` asks them
 CHECKS = [
-    Rule("strict", "replay", check_replay),
+    Rule("replay", check_replay),
 ]

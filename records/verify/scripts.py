@@ -29,7 +29,7 @@ class Source(NamedTuple):
 
 def source_of(folder: Folder) -> Source:
     """Source of a record of ours."""
-    preset = folder.result(folder.runs[0])["preset"]
+    preset = folder.runs[0].result["preset"]
     return Source(folder.script, folder.submission["git_commit"], preset)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from data import inputs
 from records.judge.runs import Refused, demand, read_events
-from records.verify.leak_probe import script_kind
+from records.verify.leak_probe import Script
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("final_model*.ptz", "final_model.pt", "checkpoint.pt")    # which model of a folder is sampled
@@ -124,7 +124,7 @@ def open_model(path: Path, device: str) -> Opened:
         if hasattr(module, "RECIPES"):
             model, cfg = module.load_model(path, device)
             return Opened(partial(module.log_probs, model), cfg, module, device)
-        older = script_kind(module)(module, path, {})
+        older = Script(module, path, {})
 
         def log_probs(tokens: Tensor) -> Tensor:
             return torch.from_numpy(older.log_probs(tokens.numpy()))
