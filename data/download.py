@@ -514,7 +514,8 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; raises Refused where it makes no sense."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="./run.sh data", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [*SOURCES, "gpt2-vocab", "core"]
     parser.add_argument("source", help=f"one of: {', '.join(known)}")
     defaults = ", ".join(f"{name}: {source.default_shards}" for name, source in SOURCES.items())
@@ -523,7 +524,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--force", action="store_true", help="replace a dataset made of other parquet shards")
     args = parser.parse_args(argv)
     if args.source not in known:
-        raise Refused(f"unknown source {args.source!r}; known: {', '.join(known)}")
+        hint = f"; a text of your own: --text {args.source}" if Path(args.source).exists() else ""
+        raise Refused(f"unknown source {args.source!r}; known: {', '.join(known)}{hint}")
     if args.train_shards is None:
         args.train_shards = SOURCES[args.source].default_shards if args.source in SOURCES else 0
     if args.train_shards < 0:

@@ -688,7 +688,7 @@ def say_val(val: int, train: int, val_bytes: int) -> None:
     if val > 2 * min(val_bytes, total // 10):
         print(f"warning: {about}, since documents are few or long: give more of them, or --val PATH")
     elif val_bytes > total // 10:
-        print(f"{about}: {val_bytes:,} would be more than a tenth")
+        print(f"{about}: about a tenth of the text, since {val_bytes:,} would be more")
 
 
 def say_marks(counts: Counter[str]) -> None:
@@ -1274,7 +1274,7 @@ def install(places: Places) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def report(request: Request, corpus: Corpus, manifest: dict[str, Any]) -> None:
+def report(request: Request, corpus: Corpus, manifest: dict[str, Any], folder: Path) -> None:
     """Print what was written."""
     tokens = sum(file["tokens"] for file in manifest["files"])
     count = manifest["train_docs"] + manifest["val_docs"]
@@ -1293,6 +1293,8 @@ def report(request: Request, corpus: Corpus, manifest: dict[str, Any]) -> None:
           f"{request.vocab_size}")
     print(f"val: {manifest['val_docs']:,} documents, {manifest['val_bytes']:,} bytes")
     print(f"fingerprint: {manifest['text_fingerprint']}")
+    if not request.frozen:
+        print(f"next: DATA_PATH={folder} ./run.sh")
 
 
 def is_there(request: Request, places: Places, corpus: Corpus, force: bool) -> bool:
@@ -1336,7 +1338,7 @@ def build(request: Request, out: Path | str, force: bool = False, shard_tokens: 
     except inputs.Busy:
         raise DataError("another process is preparing this dataset: the same command works when that has "
                         "ended") from None
-    report(request, corpus, manifest)
+    report(request, corpus, manifest, places.folder)
     return manifest
 
 
@@ -1407,7 +1409,8 @@ def known_encoding(name: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Text to tokenizer, token shards and manifest.")
+    parser = argparse.ArgumentParser(
+        prog="./run.sh data", description="Text to tokenizer, token shards and manifest.")
     origin = parser.add_mutually_exclusive_group()
     origin.add_argument("--text", nargs="+", metavar="PATH",
                         help="files (text, .jsonl, .json, .csv, .tsv, .parquet; .gz, .xz), folders or pipes; "

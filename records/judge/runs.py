@@ -590,7 +590,7 @@ def find_logs(path: Path | str, follow: bool = True) -> list[Path]:
         return [path]
     found = []
     for file in inputs.files_below(path, follow):
-        if file.suffix.lower() in (".log", ".txt") and file.is_file():
+        if file.suffix.lower() in (".log", ".txt") and file.name != "samples.txt" and file.is_file():
             found.append(file)
         demand(len(found) <= MAX_LOGS, f"{path} holds more than {MAX_LOGS} logs")
     return found
