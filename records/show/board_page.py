@@ -172,7 +172,8 @@ def samples_part(sections: list[Section]) -> str:
     parts = []
     for item in [item for section in sections for item in section.items]:
         if told := samples_of(item.rows[0]):
-            name = html.escape(f"{item.name}, {item.rows[0].name}")
+            names = dict.fromkeys([item.name, item.rows[0].name])       # of one's own run the same
+            name = html.escape(", ".join(names))
             parts.append(f"<details><summary>{name}</summary><pre>{html.escape(told)}</pre></details>")
     return "\n".join(["<h2>Samples</h2>", *parts]) if parts else ""
 
