@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers import ROOT, SCRIPT
-from tools.gpu.static import EVERY_PRESET
+from tools.gpu.plan import PRESETS
 
 pytestmark = pytest.mark.static
 OLDEST = torch.__version__.startswith("2.11.")
@@ -83,7 +83,7 @@ def test_a_planted_fault_is_named(name, tmp_path):
     assert words is None or any(words in fault for fault in found["faults"]), printed
 
 
-@pytest.mark.parametrize("preset", EVERY_PRESET)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_toy_run_computes_what_the_cpu_computes(preset):
     code, printed = run(preset, (), ROOT)
     assert code == 0 and "PROBLEM" not in printed, printed
