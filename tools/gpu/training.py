@@ -93,12 +93,12 @@ def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def run_main(subject: Subject, **more: str) -> Path:
-    """The folder of a run by main(), whose lines are what the part does now. Where it does not end well, the
+    """The folder of a run by main(), whose lines tell what the part does now. Where it does not end well, the
     process ends with its exit code."""
     said = Log.__call__
 
     def say(log: Log, *lines: object, **event: Any) -> None:
-        if lines:
+        if lines and "sha256" not in str(lines[-1]):
             subject.report.doing(str(lines[-1])[:60])
         said(log, *lines, **event)
 
@@ -152,7 +152,7 @@ def score(subject: Subject) -> None:
     before = run_of_train(subject.settings["PRESET"])
     file = written_file(before)
     run = run_main(subject, EVAL_FROM=str(file))
-    compare_scores(subject.report, f"score: {file.name} gives", run, before)
+    compare_scores(subject.report, f"score: {file.name} in a process of its own gives", run, before)
 
 
 def resume(subject: Subject) -> None:
