@@ -16,7 +16,6 @@ WITH_SAVER = ROOT / "records/track_tiny/2026-11-26_WordsLongNgrams"  # has recip
 @pytest.fixture
 def toy_folder(tiny_data, monkeypatch):
     monkeypatch.chdir(tiny_data)
-    monkeypatch.setattr(bench, "gemm_rate", lambda *_: 1e9)  # takes seconds
 
 
 def test_the_training_loop(toy_folder, capsys):

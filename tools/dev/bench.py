@@ -2,10 +2,9 @@
 
     ./run.sh bench [PRESET] [NAME=value ...] [--steps N] [--repeats N]
 
-Trains a few steps again and again and prints medians: tok/s, matmul FLOP/s against the rate of plain matrix
-products, on a GPU also against its peak (MFU), and the shares of forward + backward, the optimizer, and the
-rest of the loop (loading, logging, schedules). Needs the preset's data; leaves no run folder. PRESET and
-NAME=value work everywhere below, too.
+Trains a few steps again and again and prints medians: tok/s, matmul FLOP/s, on a GPU also against its peak
+(MFU), and the shares of forward + backward, the optimizer, and the rest of the loop (loading, logging,
+schedules). Needs the preset's data; leaves no run folder. PRESET and NAME=value work everywhere below, too.
 
     ./run.sh bench --arm "NAME=value ..." --arm "..." [--steps N]
     ./run.sh bench --arm before=PATH --arm after=
@@ -27,9 +26,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -142,16 +141,6 @@ def median_seconds(team: Team, function: Callable[[], object], repeats: int) -> 
     return statistics.median([after - before for before, after in moments[3:]])
 
 
-def gemm_rate(team: Team, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]]) -> float:
-    """FLOP/s of the fastest of the products (M, K) @ (K, N), on random data."""
-    rates = []
-    for m, k, n in shapes:
-        a = torch.randn((m, k), device=team.device).to(dtype)
-        b = torch.randn((k, n), device=team.device).to(dtype)
-        rates.append(2 * m * k * n / median_seconds(team, partial(torch.matmul, a, b), 5))
-    return max(rates)
-
-
 # ---------- the training loop
 def train_again(run: Run) -> TrainState:
     """Makes all steps of the run, on the first batches, and nothing after them; returns its TrainState."""
@@ -187,13 +176,11 @@ def step_table(settings: dict[str, str], steps: int, repeats: int) -> None:
     high = max(rows)[0]
     tokens = state.tokens / steps  # the mean of all stages
     flops = plan.flops_per_token(cfg) * tokens / step
-    mlp_shape = run.micro * cfg.train_seq_len, cfg.model_dim, cfg.mlp_mult * cfg.model_dim
-    rate = gemm_rate(team, team.dtype, [(2048, 2048, 2048), mlp_shape])
     print(f"{machine(team)}; {cfg.preset}, {steps} steps x {repeats} repeats, {str(team.dtype)[6:]}, "
           f"micro_batch {run.micro}x{cfg.train_seq_len}, compile {compile_seconds:.1f} s")
     print(f"step    {1e3 * step:.2f} ms ({1e3 * low:.2f} to {1e3 * high:.2f}), {tokens / step:,.0f} tok/s")
     print(f"parts   forward+backward {passes:.1%}, optimizer {update:.1%}, rest of the loop {rest:.1%}")
-    print(f"matmul  {flops / 1e9:,.0f} GFLOP/s, {flops / rate:.1%} of what plain products reach")
+    print(f"matmul  {flops / 1e9:,.0f} GFLOP/s")
     if team.on_gpu:
         print(cards.mfu_text(flops, [torch.cuda.get_device_name()]))
 

@@ -145,7 +145,7 @@ class Operators:
             self.library.impl(name.removeprefix("aten::"), call, "CUDA")
 
     def note(self, plain: str, *values: Any) -> None:
-        what = (plain, seen_on_gpu.dtypes_of(pytree.tree_leaves(values)))
+        what = (f"aten.{plain}", seen_on_gpu.dtypes_of(pytree.tree_leaves(values)))
         if what not in self.seen:
             self.seen[what] = calling_line()
 

@@ -52,7 +52,7 @@ def known(path: Path) -> frozenset[tuple[str, str]]:
 
 def seen(operator: str, dtypes: tuple[str, ...], path: Path = TABLE) -> bool:
     """Has a card run this operator on tensors of these dtypes, as dtypes_of() tells them? The operator as
-    torch names it: aten.mm, aten.mm.out, aten::mm and mm are the same."""
+    torch names it: aten.mm, aten.mm.out and aten::mm are the same."""
     return (canonical(operator), ",".join(dtypes) or UNKNOWN) in known(path)
 
 
@@ -67,14 +67,8 @@ def write(rows: Iterable[Row], path: Path = TABLE) -> None:
 
 # ---------- operators
 def canonical(operator: str) -> str:
-    """aten.mm of aten.mm.out, aten.mm.default, aten::mm or mm. A kernel's name stays."""
-    name = operator.replace("::", ".") if operator.startswith("aten::") else operator
-    parts = name.split(".")
-    if parts[0] == "aten" and len(parts) > 1:
-        return f"aten.{parts[1]}"
-    if re.fullmatch(r"_{0,2}[a-z][a-z0-9_]*", name) and "_kernel" not in name:
-        return f"aten.{name}"
-    return operator
+    """aten.mm of aten.mm.out, aten.mm.default or aten::mm."""
+    return ".".join(operator.replace("::", ".").split(".")[:2])
 
 
 def launches(operator: str) -> bool:
