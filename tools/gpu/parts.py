@@ -74,8 +74,8 @@ TILES = {
     (10, 96): [tile(128, 64, 8, 3), tile(128, 64, 8, 3, 64, 128, 8, 2)],
     (12, 96): [tile(128, 64, 8, 2), tile(128, 64, 8, 2, 64, 64, 8, 2)],
 }
-# ms per step of each stage on 8xH100: what to expect, by the rates of one H100 (docs/milliseconds.md); what the
-# public record logged
+# ms per step of each stage on 8xH100: what to expect, by the rates of one H100 (docs/milliseconds.md); what
+# the public record logged
 EXPECTED = {
     "speedrun": [(26.1, 33.6), (52.4, 60.1), (79.1, 88.1)],
     "golf": [(32.8, 71.5)],
