@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers import ROOT, SCRIPT
-from tools.gpu.static import EVERY_PRESET
+from tools.gpu.plan import PRESETS
 
 pytestmark = pytest.mark.static
 OLDEST = torch.__version__.startswith("2.11.")
@@ -39,7 +39,7 @@ PLANTED = {
         "F.embedding(tokens, self.embed).to(dtype)", "F.embedding(tokens + 500, self.embed).to(dtype)",
         "tiny", STEPS, "index out of"),
     "gradients of the loss without its slope": (
-        "most * part - norm) * (part - part * part)", "most * part - norm)", "golf", STEPS,
+        "most * part - norm) * (part - part * part)", "most * part - norm)", "golf_plus", STEPS,
         "off from fp32"),
     "an fp8 scale at an address that cuBLAS refuses": (
         "torch.empty(layers, 3, 4)[..., 0].requires_grad_()", "torch.empty(layers, 3, requires_grad=True)",
@@ -50,7 +50,7 @@ PLANTED = {
         "            part = 1 / (1 + tl.exp2(x * slope + offset))\n            total",
         "        for low in range(0, BLOCK, BLOCK):\n            i = low + tl.arange(0, BLOCK)\n"
         "            x = tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32)\n"
-        "            part = 1 / (1 + tl.exp2(x * slope + offset))\n            total", "golf", STEPS,
+        "            part = 1 / (1 + tl.exp2(x * slope + offset))\n            total", "golf_plus", STEPS,
         "off from fp32"),
     "a window one token too wide": (
         "(key <= query) & (query - key <= window)", "(key <= query) & (query - key <= window + 1)",
@@ -83,7 +83,7 @@ def test_a_planted_fault_is_named(name, tmp_path):
     assert words is None or any(words in fault for fault in found["faults"]), printed
 
 
-@pytest.mark.parametrize("preset", EVERY_PRESET)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_toy_run_computes_what_the_cpu_computes(preset):
     code, printed = run(preset, (), ROOT)
     assert code == 0 and "PROBLEM" not in printed, printed

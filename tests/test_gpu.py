@@ -18,7 +18,6 @@ import exact as exact_numbers
 import train_gpt
 from helpers import TOY, look, run_cli, toy_of
 from test_kernels import gradients, two_rows
-from tools.dev import bench
 from tools.gpu import parts as gpu_parts
 from tools.gpu import static as static_gpu
 from tools.run import plan
@@ -327,7 +326,7 @@ FLEX = dict(window=train_gpt.gpu_window, window_mask=train_gpt.gpu_window_mask,
 def measured():
     """A function of exact.py at the size of one rank of eight, on these kernels -> its verdicts."""
     report = gpu_parts.Report(None)
-    subject = gpu_parts.Subject(train_gpt, bench, report, {}, False)
+    subject = gpu_parts.Subject(train_gpt, report, {}, False)
 
     def go(function, *args, fp8="off", **kernels):
         cfg = replace(preset_config("speedrun"), fp8=fp8)

@@ -78,7 +78,7 @@ def test_the_kernels_of_a_record_are_added_up():
     assert found["estimate_ms"] == {
         "flex attention": 1.0,
         "products bf16": 1.51,
-        "dense attention": 0.48,
+        "attention forward": 0.48,
         "other generated": 0.76,
         "torch's kernels": 0.0,
     }

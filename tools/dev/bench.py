@@ -2,10 +2,9 @@
 
     ./run.sh bench [PRESET] [NAME=value ...] [--steps N] [--repeats N]
 
-Trains a few steps again and again and prints medians: tok/s, matmul FLOP/s against the rate of plain matrix
-products, on a GPU also against its peak (MFU), and the shares of forward + backward, the optimizer, and the
-rest of the loop (loading, logging, schedules). Needs the preset's data; leaves no run folder. PRESET and
-NAME=value work everywhere below, too.
+Trains a few steps again and again and prints medians: tok/s, matmul FLOP/s, on a GPU also against its peak
+(MFU), and the shares of forward + backward, the optimizer, and the rest of the loop (loading, logging,
+schedules). Needs the preset's data; leaves no run folder. PRESET and NAME=value work everywhere below, too.
 
     ./run.sh bench --arm "NAME=value ..." --arm "..." [--steps N]
     ./run.sh bench --arm before=PATH --arm after=
@@ -27,10 +26,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -45,7 +43,8 @@ from torch import Tensor  # noqa: E402
 
 import train_gpt  # noqa: E402
 from tools.dev import older_trainers  # noqa: E402
-from tools.run import cards  # noqa: E402
+from tools.run import cards, plan  # noqa: E402
+from tools.run.machine import Machine, memory_limit  # noqa: E402
 
 if TYPE_CHECKING:
     from train_gpt import Config, Run, Stage, Team, TrainState
@@ -60,62 +59,51 @@ def machine(team: Team) -> str:
     return f"machine {train_gpt.hardware(team)}, torch {torch.__version__}"
 
 
-def micro_batch(cfg: Any, team: Team) -> int:
-    """Sequences per micro-step, as ./run.sh chooses them."""
-    from tools.run import plan
-    from tools.run.machine import Machine, memory_limit
+def machine_of(team: Team, free: int = 0) -> Machine:
+    """What preflight would find around these ranks. free: bytes that each may take; 0: what is free now."""
     ranks = team.world_size
-    free = torch.cuda.mem_get_info()[0] if team.on_gpu else memory_limit() // 2 // ranks
-    machine = Machine(ranks, ranks, team.on_gpu, team.device, team.dtype, free, torch.get_num_threads())
-    return plan.micro_batch(cfg, machine)
+    if not free:
+        free = torch.cuda.mem_get_info()[0] if team.on_gpu else memory_limit() // 2 // ranks
+    return Machine(ranks, ranks, team.on_gpu, team.device, team.dtype, free, torch.get_num_threads())
 
 
-def assemble(cfg: Any, trainer: ModuleType = train_gpt, team: Team | None = None) -> Run:
+def assemble(cfg: Any, trainer: ModuleType = train_gpt) -> Run:
     """A Run with data, model and optimizer; nothing is compiled yet."""
     log = trainer.Log(lead=False)
-    team = team or trainer.Team(cfg, {})
+    team = trainer.Team(cfg, {})
     data = trainer.open_data(cfg, log)
     cfg = trainer.replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
     loader = trainer.Loader(cfg, data, team, log)
     if older_trainers.is_older(trainer):
-        return older_trainers.assemble(cfg, trainer, team, data, loader, log)
-    run = trainer.Run(cfg, cfg, team, log, data, loader, "", Path(), micro_batch(cfg, team))
-    with team.device:
-        run.model = cfg.make_model(cfg.choose_kernels(team.on_gpu, log))
-    make_optimizer = cfg.optimizer()
+        run = older_trainers.assemble(cfg, trainer, team, data, loader, log)
+    else:
+        micro = plan.micro_batch(cfg, machine_of(team))
+        run = trainer.Run(cfg, cfg, team, log, data, loader, "", Path(), micro)
+        with team.device:
+            run.model = cfg.make_model(cfg.choose_kernels(team.on_gpu, log))
+    make_optimizer = older_trainers.optimizer_of(cfg, trainer)
     run.optimizer = make_optimizer(run.model, cfg, team.rank, team.world_size,
                                    dtype=team.dtype if team.on_gpu else torch.float32, muon_dtype=team.dtype)
     return run
 
 
-def prepare(settings: dict[str, str], steps: int, trainer: ModuleType = train_gpt,
-            team: Team | None = None) -> tuple[Run, float]:
+def prepare(settings: dict[str, str], steps: int, trainer: ModuleType = train_gpt) -> tuple[Run, float]:
     """(Run of so many steps without a cap, ready to train; seconds of its warmup). Raises Refused."""
     fixed = dict(MAX_WALLCLOCK_SECONDS="0", ITERATIONS=str(steps), EXTENSION_ITERATIONS="0", MAX_EPOCHS="0",
                  TRAIN_LOG_EVERY="10", VAL_LOSS_EVERY="0")
     try:
-        run = assemble(trainer.load_config(dict(os.environ) | settings | fixed), trainer, team)
+        run = assemble(trainer.load_config(dict(os.environ) | settings | fixed), trainer)
     except trainer.Refused as error:
         raise train_gpt.Refused(str(error)) from None
-    if older_trainers.is_older(trainer):
-        seconds = older_trainers.warm_up(run, trainer)
-    else:
-        began = time.perf_counter()
-        trainer.warm_up(run)
-        seconds = time.perf_counter() - began
-        run.model.build(run, True)
+    warm_up = trainer.rehearse if older_trainers.is_older(trainer) else trainer.warm_up
+    began = time.perf_counter()
+    warm_up(run)
+    seconds = time.perf_counter() - began
+    run.model.build(run, True)
     run.model.build = lambda *_: False  # it is no part of a step
     if run.cfg.compile and run.loss_fn is run.model:
         print("compile: not possible here; measured uncompiled")
     return run, seconds
-
-
-def flops_per_token(cfg: Any, trainer: ModuleType = train_gpt) -> float:
-    """Training matmul FLOPs, with the windows of the last stage."""
-    if older_trainers.is_older(trainer):
-        return trainer.flops_per_token(cfg)
-    from tools.run import plan
-    return plan.flops_per_token(cfg)
 
 
 def timed(function: Callable[..., Any], synchronize: Callable[[], None],
@@ -153,16 +141,6 @@ def median_seconds(team: Team, function: Callable[[], object], repeats: int) -> 
     return statistics.median([after - before for before, after in moments[3:]])
 
 
-def gemm_rate(team: Team, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]]) -> float:
-    """FLOP/s of the fastest of the products (M, K) @ (K, N), on random data."""
-    rates = []
-    for m, k, n in shapes:
-        a = torch.randn((m, k), device=team.device).to(dtype)
-        b = torch.randn((k, n), device=team.device).to(dtype)
-        rates.append(2 * m * k * n / median_seconds(team, partial(torch.matmul, a, b), 5))
-    return max(rates)
-
-
 # ---------- the training loop
 def train_again(run: Run) -> TrainState:
     """Makes all steps of the run, on the first batches, and nothing after them; returns its TrainState."""
@@ -197,21 +175,19 @@ def step_table(settings: dict[str, str], steps: int, repeats: int) -> None:
     low = min(rows)[0]
     high = max(rows)[0]
     tokens = state.tokens / steps  # the mean of all stages
-    flops = flops_per_token(cfg) * tokens / step
-    mlp_shape = run.micro * cfg.train_seq_len, cfg.model_dim, cfg.mlp_mult * cfg.model_dim
-    rate = gemm_rate(team, team.dtype, [(2048, 2048, 2048), mlp_shape])
+    flops = plan.flops_per_token(cfg) * tokens / step
     print(f"{machine(team)}; {cfg.preset}, {steps} steps x {repeats} repeats, {str(team.dtype)[6:]}, "
           f"micro_batch {run.micro}x{cfg.train_seq_len}, compile {compile_seconds:.1f} s")
     print(f"step    {1e3 * step:.2f} ms ({1e3 * low:.2f} to {1e3 * high:.2f}), {tokens / step:,.0f} tok/s")
     print(f"parts   forward+backward {passes:.1%}, optimizer {update:.1%}, rest of the loop {rest:.1%}")
-    print(f"matmul  {flops / 1e9:,.0f} GFLOP/s, {flops / rate:.1%} of what plain products reach")
+    print(f"matmul  {flops / 1e9:,.0f} GFLOP/s")
     if team.on_gpu:
         print(cards.mfu_text(flops, [torch.cuda.get_device_name()]))
 
 
 # ---------- settings and checkouts beside each other
-def read_arm(text: str) -> tuple[ModuleType, Path, dict[str, str]]:
-    """`before=PATH NAME=value` -> (trainer, its folder, settings). Raises Refused."""
+def read_arm(text: str) -> tuple[ModuleType, dict[str, str]]:
+    """`before=PATH NAME=value` -> (trainer, settings). Raises Refused."""
     folder = ROOT
     settings = {}
     for word in text.split():
@@ -219,21 +195,15 @@ def read_arm(text: str) -> tuple[ModuleType, Path, dict[str, str]]:
         train_gpt.require(equals, f"--arm: {word!r} must be NAME=value, or name=PATH of a checkout")
         if name.islower():
             folder = Path(value).resolve() if value else ROOT
-            train_gpt.require((folder / "train_gpt.py").is_file(), f"--arm: no {value}/train_gpt.py")
+            script = folder / "train_gpt.py"
+            train_gpt.require(script.is_file(), f"--arm: no {value}/train_gpt.py")
+            train_gpt.require("RECIPES" in script.read_text(encoding="utf-8"),
+                              f"--arm: {value}/train_gpt.py is from before there were recipes")
         else:
             settings[name] = value
     trainer = load_trainer(folder)
     check_names(settings, trainer)
-    return trainer, folder, settings
-
-
-@contextmanager
-def without_bytecode() -> Iterator[None]:
-    """A record's folder holds what its page lists, and no __pycache__."""
-    before = sys.dont_write_bytecode
-    sys.dont_write_bytecode = True
-    yield
-    sys.dont_write_bytecode = before
+    return trainer, settings
 
 
 @cache
@@ -244,29 +214,18 @@ def load_trainer(folder: Path) -> ModuleType:
     name = f"train_gpt_{load_trainer.cache_info().currsize}"
     spec = importlib.util.spec_from_file_location(name, folder / "train_gpt.py")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    with without_bytecode():
+    # a record's folder holds what its page lists, and no __pycache__
+    with mock.patch.object(sys, "dont_write_bytecode", True):
         spec.loader.exec_module(module)
     return module
 
 
-@contextmanager
-def companions_of(folder: Path) -> Iterator[None]:
-    """While an older checkout is prepared, the files that it imports are those beside its train_gpt.py."""
-    for name in older_trainers.COMPANIONS:
-        if (folder / f"{name}.py").exists():
-            sys.modules.pop(name, None)
-    sys.path.insert(0, str(folder))
-    with without_bytecode():
-        yield
-    sys.path.remove(str(folder))
-
-
 def step_function(trainer: ModuleType, run: Run, stage: Stage | None = None) -> Callable[[Batch], None]:
     """A function that makes a step on a batch, as the training loop does. stage: None: the first one."""
-    if older_trainers.is_older(trainer):
-        return older_trainers.step_function(trainer, run, stage)
     cfg = run.cfg
     stage = stage or cfg.stages()[0]
+    if older_trainers.is_older(trainer):
+        return older_trainers.step_function(trainer, run, stage)
     micro = run.micro * cfg.train_seq_len // stage.row_tokens
     schedule = trainer.Schedule(1.0, cfg.muon_momentum)
 
@@ -282,32 +241,26 @@ def arms_table(settings: dict[str, str], texts: list[str], steps: int, skipped: 
     """Prints a row per arm; the first steps of each are not counted."""
     torch._dynamo.config.recompile_limit = 8 * len(texts)  # of the same code; beyond it runs uncompiled
     arms = []
-    for text, (trainer, folder, own) in [(text, read_arm(text)) for text in texts]:
+    for text, (trainer, own) in [(text, read_arm(text)) for text in texts]:
         lacks = [name for name in settings if name not in names_of(trainer)]
         if lacks:
             print(f"{text} does not have {', '.join(lacks)}: ignored there")
-        with companions_of(folder):
-            run, rehearsal = prepare(settings | own, steps, trainer)
-        step = step_function(trainer, run)
+        run, rehearsal = prepare(settings | own, steps, trainer)
         times: list[float] = []
-        flops = flops_per_token(run.cfg, trainer)
-        arms.append((text or "(as it is)", run, timed(step, run.team.wait, times), times, rehearsal, flops))
+        step = timed(step_function(trainer, run), run.team.wait, times)
+        arms.append((text or "(as it is)", run, step, times, rehearsal))
     for _ in range(steps + skipped):
         for _, run, step, *_ in arms:
             step(run.loader.next(run.cfg.train_batch_tokens))
-    team = run.team
     first: list[float] = []
-    rate = gemm_rate(team, torch.float32, [(2048, 2048, 2048), (4096, 128, 384)])
-    print(f"{machine(team)}; {steps} steps of each arm in turn; plain products in float32 "
-          f"{rate / 1e9:,.0f} GFLOP/s")
-    for text, run, _, times, rehearsal, flops in arms:
+    print(f"{machine(run.team)}; {steps} steps of each arm in turn")
+    for text, run, _, times, rehearsal in arms:
         mine = [seconds / run.cfg.train_batch_tokens for seconds in times[skipped:]]
         first = first or mine
         low, middle, high = statistics.quantiles((a / b for a, b in zip(mine, first)), n=4)
         token = statistics.median(mine)
         print(f"{1e3 * token * run.cfg.train_batch_tokens:8.2f} ms a step {1 / token:8,.0f} tok/s, time per "
-              f"token {middle:.3f} ({low:.3f} to {high:.3f}) of the first, {flops / token / rate:6.1%} of "
-              f"plain products, rehearsal {rehearsal:4.1f} s: {text}")
+              f"token {middle:.3f} ({low:.3f} to {high:.3f}) of the first, warmup {rehearsal:4.1f} s: {text}")
 
 
 # ---------- for gpu-report and tests
@@ -342,7 +295,7 @@ def names_in(recipe: type[Config]) -> set[str]:
 def names_of(trainer: ModuleType) -> set[str]:
     """The same of all recipes of a trainer."""
     if older_trainers.is_older(trainer):
-        return older_trainers.names_of(trainer)
+        return {*trainer.NAMES}
     return set().union(*[names_in(recipe) for recipe in trainer.RECIPES.values()])
 
 

@@ -3,45 +3,32 @@
     python -m tools.dev.compare_trees BEFORE AFTER                              all presets, on 1 and 2 ranks
     python -m tools.dev.compare_trees BEFORE AFTER --presets golf,gpt2 --ranks 1 --steps 20
     python -m tools.dev.compare_trees BEFORE AFTER --presets golf_plus --env EVAL_SLIDING=32
-    python -m tools.dev.compare_trees BEFORE AFTER --after-env MATRIX_LR=0.031  must report differences
-    python -m tools.dev.compare_trees BEFORE AFTER --planted                    and the tool must find seven
 
 BEFORE and AFTER are folders with a train_gpt.py. There is one case per preset: the preset itself at toy
 size, on dummy tokens, on the CPU, fp32, not compiled, one thread per rank. Compared exactly are the
-train_loss of every step and every val_loss (both from events.jsonl), the tensors of final_model.pt, the
-artifact if the recipe has one, and the scores, steps and tokens of result.json. The bytes of two artifacts
-are compared as well if their payloads agree in everything but the tensors.
+train_loss of every step and every val_loss (both from events.jsonl), the tensors of final_model.pt, and the
+scores, steps and tokens of result.json, among them the score of the artifact as read back, if the recipe has
+one. An artifact's bytes may differ, since the container may: then the line says so.
 
-One line per case and number of ranks; exit 1 if anything differs. --planted adds a pair of runs per preset
-in which AFTER has one constant changed a little (PLANTED), and exits with 1 unless each is reported.
+One line per case and number of ranks; exit 1 if anything differs.
 
 Neither train_gpt.py is imported. What the tool relies on: the names of constants in CASES; in result.json
 steps, tokens, trained, artifact, eval, stop_reason and val_*; in events.jsonl kind, step, train_loss and
-val_loss; in final_model.pt and artifacts a dictionary with the entry tensors.
+val_loss; in final_model.pt a dictionary with the entry tensors.
 """
 import argparse
-import io
 import json
-import lzma
 import os
 import subprocess
 import sys
 import tempfile
 import time
-import zlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-
-# ------------------------------------------------------------ parameters that AFTER stores under other names
-# {preset: {name in BEFORE: [names in AFTER]}}. A name stands for every parameter that ends with it, such as
-# blocks.3.query for query. Several new names: row i of the old tensor is the i-th of them. Example:
-#     "golf": {"embed": ["token_embed"], "layer_scale": ["attn_scale", "mlp_scale"]}
-RENAMED: dict[str, dict[str, list[str]]] = {}
 
 # ------------------------------------------------------------ cases: each preset at toy size
 # Constants that every recipe has, or that are at their off-value here. Older trees made samples.
@@ -83,17 +70,6 @@ CASES = {
     "gpt2_plus": dict(
         DEPTH="4", MODEL_DIM="64", TRAIN_SEQ_LEN="128", TRAIN_BATCH_TOKENS="512", DEVICE_BATCH_SIZE="2",
         LR_WARMUP_STEPS="5", FP8="all")}
-
-# One constant per preset that AFTER has a little different with --planted. They show in different places:
-# in every step, in the last steps, in the artifact alone, in one score alone.
-PLANTED = {
-    "tiny": ("QK_GAIN_INIT", "1.501"),
-    "golf": ("ARTIFACT_SCALE_FLOOR", "0.0079"),  # 1 / 127 is 0.00787: the artifact alone
-    "golf_plus": ("EVAL_SLIDING", "47"),  # val_loss_sliding alone
-    "speedrun": ("MUON_MOMENTUM_COOLDOWN_STEPS", "7"),  # the last seven steps
-    "speedrun_plus": ("LOGIT_SHIFT", "5.01"),
-    "gpt2": ("NORMUON_BETA2", "0.951"),
-    "gpt2_plus": ("MUON_MOMENTUM_END", "0.901")}  # the warmdown
 
 
 def settings_of(case: str, steps: int) -> dict[str, str]:
@@ -173,9 +149,9 @@ def start_run(tree: Path, folder: Path, data: Path, ranks: int,
                                 stdout=output, stderr=subprocess.STDOUT)
 
 
-def wait_for(processes: list[subprocess.Popen], timeout: float) -> list[int]:
-    """Their exit codes. timeout: seconds for all. Raises TimeoutExpired; then none is left running."""
-    end = time.perf_counter() + timeout
+def wait_for(processes: list[subprocess.Popen]) -> list[int]:
+    """Their exit codes. Raises TimeoutExpired; then none is left running."""
+    end = time.perf_counter() + TIMEOUT
     try:
         return [process.wait(timeout=max(0.0, end - time.perf_counter())) for process in processes]
     finally:
@@ -185,44 +161,13 @@ def wait_for(processes: list[subprocess.Popen], timeout: float) -> list[int]:
                 process.wait()
 
 
-SHUFFLED = b"BSHF\x02"  # begins a brotli payload; the bytes at even places follow, then those at odd ones
-
-
-def decompress(packed: bytes) -> bytes:
-    """The payload of an artifact; zlib, lzma and brotli are told apart by the first byte."""
-    if packed[:1] == b"x":
-        return zlib.decompress(packed)
-    if packed[:1] == b"\xfd":
-        return lzma.decompress(packed)
-    import brotli
-    shuffled = brotli.decompress(packed)
-    if not shuffled.startswith(SHUFFLED):
-        raise ValueError("a brotli artifact without its byte shuffle")
-    shuffled = shuffled[len(SHUFFLED):]
-    half = (len(shuffled) + 1) // 2
-    raw = bytearray(len(shuffled))
-    raw[::2] = shuffled[:half]
-    raw[1::2] = shuffled[half:]
-    return bytes(raw)
-
-
-def unpack(raw: bytes) -> dict[str, Any]:
-    """What torch.save wrote: final_model.pt and checkpoints as they are, artifacts compressed."""
-    if raw[:2] != b"PK":
-        raw = decompress(raw)
-    return torch.load(io.BytesIO(raw), "cpu", weights_only=True)
-
-
-@dataclass
-class Finished:
+class Finished(NamedTuple):
     """What a run left behind: {name: exact number, tensor or other value} each."""
     train_losses: dict[str, float]
     val_losses: dict[str, float]
-    results: dict[str, Any]
     tensors: dict[str, Tensor]
-    artifact_tensors: dict[str, Tensor]  # {} if the recipe has no artifact
-    artifact: bytes
-    artifact_about: dict[str, Any]  # the rest of its payload
+    results: dict[str, Any]
+    artifact: bytes  # b"" if the recipe has none
 
 
 def read_run(folder: Path) -> Finished:
@@ -240,34 +185,12 @@ def read_run(folder: Path) -> Finished:
     wanted = ("trained", "artifact", "eval", "steps", "tokens", "stop_reason")
     results = {name: value for name, value in result.items() if name in wanted or name.startswith("val_")}
     results["eval"] = {name: value for name, value in result["eval"].items() if name != "eval_window"}
-    tensors = unpack((run / "final_model.pt").read_bytes())["tensors"]
-    artifact = b""
-    payload = dict(tensors={})
-    for path in run.glob("final_model.*.ptz"):
-        artifact = path.read_bytes()
-        payload = unpack(artifact)
-    artifact_tensors = payload.pop("tensors")
-    return Finished(train_losses, val_losses, results, tensors, artifact_tensors, artifact, payload)
+    tensors = torch.load(run / "final_model.pt", "cpu", weights_only=True)["tensors"]
+    artifact = b"".join([path.read_bytes() for path in run.glob("final_model.*.ptz")])
+    return Finished(train_losses, val_losses, tensors, results, artifact)
 
 
 # ------------------------------------------------------------ comparing
-def after_names(tensors: dict[str, Tensor], renamed: dict[str, list[str]]) -> dict[str, Tensor]:
-    """The tensors of BEFORE under the names that AFTER has for them."""
-    found = {}
-    for name, tensor in tensors.items():
-        # a quantized tensor is stored as NAME.int8 and NAME.scale
-        stem = name.removesuffix(".int8").removesuffix(".scale")
-        suffix = name[len(stem):]
-        new_names = [stem]
-        for old, new in renamed.items():
-            if stem == old or stem.endswith("." + old):
-                new_names = [stem.removesuffix(old) + end for end in new]
-        parts = [tensor] if len(new_names) == 1 else tensor.unbind()
-        for new_name, part in zip(new_names, parts, strict=True):
-            found[new_name + suffix] = part
-    return found
-
-
 def bits(tensor: Tensor) -> Tensor:
     """The tensor as whole numbers, so that 0 and -0 differ and nan equals itself."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -293,13 +216,13 @@ def value_difference(old: Any, new: Any) -> str:
     return "" if old == new else f"{old!r} before, {new!r} after"
 
 
-def first_difference(before: Finished, after: Finished, renamed: dict[str, list[str]]) -> str:
+def first_difference(before: Finished, after: Finished) -> str:
     """The first difference between two runs as one sentence, or ""."""
-    kinds = [("train_loss", before.train_losses, after.train_losses),
-             ("val_loss", before.val_losses, after.val_losses),
-             ("tensor", after_names(before.tensors, renamed), after.tensors),
-             ("artifact tensor", after_names(before.artifact_tensors, renamed), after.artifact_tensors),
-             ("result", before.results, after.results)]
+    kinds: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("train_loss", before.train_losses, after.train_losses),
+        ("val_loss", before.val_losses, after.val_losses),
+        ("tensor", before.tensors, after.tensors),
+        ("result", before.results, after.results)]
     for kind, old_values, new_values in kinds:
         for name in old_values | new_values:
             if name not in new_values:
@@ -309,44 +232,35 @@ def first_difference(before: Finished, after: Finished, renamed: dict[str, list[
             difference = value_difference(old_values[name], new_values[name])
             if difference:
                 return f"{kind} {name}: {difference}"
-    if same_bytes_expected(before, after, renamed) and before.artifact != after.artifact:
-        return "artifact: the tensors are the same, the bytes are not"
     return ""
 
 
-def same_bytes_expected(before: Finished, after: Finished, renamed: dict[str, list[str]]) -> bool:
-    """Do the payloads of both artifacts say the same apart from their tensors?"""
-    return bool(before.artifact) and not renamed and before.artifact_about == after.artifact_about
-
-
-def counted(run: Finished, with_bytes: bool) -> str:
-    parts = [f"{len(run.train_losses)} train losses", f"{len(run.val_losses)} val losses",
-             f"{len(run.tensors)} tensors", f"{len(run.results)} results"]
-    if run.artifact:
-        parts.append(f"artifact of {len(run.artifact_tensors)} tensors")
-        parts.append(f"its {len(run.artifact)} bytes" if with_bytes else "not its bytes")
+def counted(before: Finished, after: Finished) -> str:
+    """How much of two runs is the same."""
+    parts = [f"{len(before.train_losses)} train losses", f"{len(before.val_losses)} val losses",
+             f"{len(before.tensors)} tensors", f"{len(before.results)} results"]
+    if before.artifact:
+        same = before.artifact == after.artifact
+        parts.append(f"artifact of {len(before.artifact)} bytes" if same else "but not the artifact's bytes")
     return ", ".join(parts)
 
 
+TIMEOUT = 600  # seconds that a pair of runs may take
 IDENTICAL = "identical"
 DIFFERENT = "DIFFERENT"
 FAILED = "FAILED"
 
 
-def compare(args: argparse.Namespace, root: Path, case: str, ranks: int,
-            planted: dict[str, str]) -> tuple[str, str]:
-    """Runs both trees at the same time -> (IDENTICAL, DIFFERENT or FAILED, details). planted: further
-    overrides of AFTER."""
+def compare(args: argparse.Namespace, root: Path, case: str, ranks: int) -> tuple[str, str]:
+    """Runs both trees at the same time -> (IDENTICAL, DIFFERENT or FAILED, details)."""
     settings = settings_of(case, args.steps) | dict(args.env)
-    changed = settings | dict(args.after_env) | planted
-    start = f"{case}_{ranks}{'_planted' if planted else ''}"
-    folders = [root / f"{start}_before", root / f"{start}_after"]
+    folders = [root / f"{case}_{ranks}_before", root / f"{case}_{ranks}_after"]
     processes = [start_run(args.before, folders[0], root / "data", ranks, settings),
-                 start_run(args.after, folders[1], root / "data", ranks, changed)]
+                 start_run(args.after, folders[1], root / "data", ranks, settings)]
     try:
-        codes = wait_for(processes, args.timeout)
+        codes = wait_for(processes)
     except subprocess.TimeoutExpired:
-        return FAILED, f"no end after {args.timeout} s"
+        return FAILED, f"no end after {TIMEOUT} s"
     for folder, code in zip(folders, codes):
         if code:
             lines = (folder / "output.txt").read_text(errors="replace").splitlines()
@@ -356,11 +270,10 @@ def compare(args: argparse.Namespace, root: Path, case: str, ranks: int,
     after = read_run(folders[1])
     if list(before.train_losses) != [f"step {step}" for step in range(1, args.steps + 1)]:
         return FAILED, f"BEFORE has {len(before.train_losses)} train losses instead of {args.steps}"
-    renamed = RENAMED.get(case, {})
-    difference = first_difference(before, after, renamed)
+    difference = first_difference(before, after)
     if difference:
         return DIFFERENT, difference
-    return IDENTICAL, counted(before, same_bytes_expected(before, after, renamed))
+    return IDENTICAL, counted(before, after)
 
 
 # ------------------------------------------------------------ command line
@@ -379,13 +292,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--presets", default=",".join(CASES), help="by default all: %(default)s")
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, by default %(default)s")
     parser.add_argument("--steps", type=int, default=50, help="an even number, 12 or more")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds that a pair of runs may take")
     parser.add_argument("--env", metavar="NAME=value", action="append", default=[], type=assignment,
                         help="an override for both trees")
-    parser.add_argument("--after-env", metavar="NAME=value", action="append", default=[], type=assignment,
-                        help="an override for AFTER alone: a difference that the tool has to find")
-    parser.add_argument("--planted", action="store_true",
-                        help="one more pair per preset, on one rank, with a changed constant in AFTER")
     args = parser.parse_args(argv)
     args.presets = args.presets.split(",")
     args.ranks = [int(text) for text in args.ranks.split(",")]
@@ -404,32 +312,20 @@ def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
     began = time.perf_counter()
     outcomes = []
-    planted_outcomes = []
-
-    def report(label: str, outcome: str, details: str, since: float) -> None:
-        print(f"{label}: {outcome}: {details} ({time.perf_counter() - since:.1f} s)", flush=True)
-
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         write_data(root)
         for preset in args.presets:
             for ranks in args.ranks:
                 since = time.perf_counter()
-                outcome, details = compare(args, root, preset, ranks, {})
+                outcome, details = compare(args, root, preset, ranks)
                 outcomes.append(outcome)
-                report(f"{preset} {ranks} {'rank' if ranks == 1 else 'ranks'}", outcome, details, since)
-        for preset in args.presets if args.planted else []:
-            since = time.perf_counter()
-            name, value = PLANTED[preset]
-            outcome, details = compare(args, root, preset, 1, {name: value})
-            planted_outcomes.append(outcome)
-            report(f"{preset} planted {name}={value}", outcome, details, since)
+                seconds = time.perf_counter() - since
+                label = f"{preset} {ranks} {'rank' if ranks == 1 else 'ranks'}"
+                print(f"{label}: {outcome}: {details} ({seconds:.1f} s)", flush=True)
     print(f"{outcomes.count(IDENTICAL)} of {len(outcomes)} are identical")
-    if args.planted:
-        print(f"{planted_outcomes.count(DIFFERENT)} of {len(planted_outcomes)} planted changes were reported")
     print(f"{time.perf_counter() - began:.0f} s")
-    as_it_should_be = set(outcomes) == {IDENTICAL} and set(planted_outcomes) <= {DIFFERENT}
-    return 0 if as_it_should_be else 1
+    return int({*outcomes} != {IDENTICAL})
 
 
 if __name__ == "__main__":

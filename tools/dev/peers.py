@@ -3,22 +3,22 @@
     ./run.sh bench --peers                                  the embedded corpus, 120 s for each that trains
     ./run.sh bench --peers --text mine --seeds 3            data/datasets/mine, or a folder; three seeds
     ./run.sh bench --peers --only ppmd,tiny --json mine.json
-    ./run.sh bench --peers --tune                           first tries three settings of each that trains
+    ./run.sh bench --peers --tune                           first tries some settings of each that has any
     ./run.sh bench --peers MAX_WALLCLOCK_SECONDS=60 DEVICE=cpu
 
 Bits per byte of the val text. All that train get the same seconds of training, cores, tokens and val text;
 NAME=value sets a constant in each of them that has it, constants of the environment do not count. Compressors
-run on one core; the primed ones know the training text, as the GPTs do. PPMd's order, and with --tune the
-settings, are chosen on a slice of the train documents, which the trials do not train on. Rows go to a JSON
-file as they come, and what is there is not measured again: the same command goes on after a kill.
+run on one core; the primed ones know the training text, as the GPTs do. With --tune, PPMd's order and the
+settings of the GPTs are chosen on a slice of the train documents, which the trials do not train on. Rows go
+to a JSON file as they come, and what is there is not measured again: the same command goes on after a kill.
 """
 import argparse
 import hashlib
 import json
 import lzma
+import multiprocessing
 import os
 import random
-import re
 import shlex
 import shutil
 import signal
@@ -39,7 +39,7 @@ import torch
 from data import prepare
 import train_gpt
 from records.judge.trials import last_line
-from tools.dev.bench import names_in, names_of
+from tools.dev.bench import check_names, names_in, names_of
 from train_gpt import Refused, require
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,6 @@ FIRST_SEED = 1337
 SLICE_BYTES = 500_000  # of the train documents that trials are scored on; at most a tenth of them
 MOST_TRAIN_TOKENS = 400_000_000  # of a text that primes compressors, which hold it in memory
 XZ_DICTIONARY = 3 << 29  # bytes, the most that xz has
-PPMD_ORDERS = (8, 12, 16, 24)
 PPMD_MEGABYTES = 1900
 ZPAQ_METHOD = "511"  # its strongest, in blocks of 2 GiB
 
@@ -109,7 +108,8 @@ GPT2_TRIES = multiples((0.6, 1, 1.6), MATRIX_LR=0.02, EMBED_LR=0.735, HEAD_LR=0.
 PEERS = {
     "xz": Peer("xz -9e, the val text alone"),
     "xz-primed": Peer("xz -9e, train and val text less the train text, one dictionary for both"),
-    "ppmd": Peer("PPMd (pyppmd), primed with the train text; each val document alone"),
+    "ppmd": Peer("PPMd (pyppmd), primed with the train text; each val document alone",
+                 tries=tuple([dict(ORDER=order) for order in ("24", "16", "12", "8")])),
     "zpaq": Peer(f"zpaq -method {ZPAQ_METHOD}, train and val text less the train text"),
     "plain": Peer("a plain GPT as nanoGPT's, but with Muon (there is no Adam for matrices), RoPE, RMSNorm, "
                   "QK norm, ReLU^2; 4 layers of 128", "tiny", PLAIN, PLAIN_TRIES),
@@ -164,33 +164,22 @@ class Text:
         return self.documents(self.train_tokens)
 
     @cached_property
-    def held_out(self) -> set[int]:
-        """The numbers of the train documents that trials are scored on, drawn by chance."""
+    def trial(self) -> "Text":
+        """The train documents without some that are drawn by chance, which are its val split."""
         most = min(SLICE_BYTES, sum(map(len, self.train)) // 10)
         order = list(range(len(self.train)))
         random.Random(0).shuffle(order)
-        chosen: set[int] = set()
+        held: set[int] = set()
         size = 0
         for number in order:
             if size + len(self.train[number]) <= most:
-                chosen.add(number)
+                held.add(number)
                 size += len(self.train[number])
-        require(chosen, f"{self.path.name} has too few train documents to hold some out for trials")
-        return chosen
-
-    def split(self) -> tuple[list[bytes], list[bytes]]:
-        """The train documents without those held out, and those."""
-        kept = [document for i, document in enumerate(self.train) if i not in self.held_out]
-        return kept, [self.train[i] for i in sorted(self.held_out)]
-
-    @cached_property
-    def trial(self) -> "Text":
-        """The train documents without those held out, which are its val split."""
+        require(held, f"{self.path.name} has too few train documents to hold some out for trials")
         pieces = self.pieces(self.train_tokens)
-        kept = [piece for i, piece in enumerate(pieces) if i not in self.held_out]
-        held = [pieces[i] for i in sorted(self.held_out)]
-        val_bytes = sum([len(self.train[i]) for i in self.held_out])
-        return self.copy("trial", np.concatenate(kept), np.concatenate(held), val_bytes)
+        val = np.concatenate([pieces[i] for i in sorted(held)])
+        kept = np.concatenate([piece for i, piece in enumerate(pieces) if i not in held])
+        return self.copy("trial", kept, val, size)
 
     def shuffled(self, T: int) -> "Text":
         """With its train tokens in random order, T at a time. The last target of each such row is wrong."""
@@ -223,21 +212,14 @@ def xz_bytes(content: bytes) -> int:
 
 def in_fork(function: Callable[[], int]) -> int:
     """function() in a fork of this process, which keeps its state."""
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.write(writes, str(function()).encode())
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writes)
-    with open(reads, encoding="ascii") as answer:
-        text = answer.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    fork = multiprocessing.get_context("fork")
+    answer, question = fork.Pipe(duplex=False)
+    child = fork.Process(target=lambda: question.send(function()))
+    child.start()
+    child.join()
+    code = child.exitcode
     require(code == 0, f"a fork of the compressor ended with {code}: is there enough memory?")
-    return int(text)
+    return answer.recv()
 
 
 def ppmd_sizes(order: int, primer: bytes, documents: list[bytes]) -> list[int]:
@@ -269,6 +251,18 @@ def zpaq_bytes(content: bytes, scratch: Path) -> int:
         return Path(folder, "text.zpaq").stat().st_size
 
 
+def compressed(name: str, primer: bytes, documents: list[bytes], tried: dict[str, str],
+               scratch: Path) -> int:
+    """The bytes that a compressor makes of the val text; if primed, those beyond the train text's."""
+    val = b"".join(documents)
+    if name == "xz":
+        return xz_bytes(val)
+    if name == "ppmd":
+        return sum(ppmd_sizes(int(tried["ORDER"]), primer, documents))
+    function = xz_bytes if name == "xz-primed" else partial(zpaq_bytes, scratch=scratch)
+    return function(primer + val) - function(primer)
+
+
 # ---------- trainers
 def train(name: str, settings: dict[str, str]) -> dict[str, Any]:
     """A run's result.json. Constants of the environment do not count. Raises Refused."""
@@ -281,108 +275,21 @@ def train(name: str, settings: dict[str, str]) -> dict[str, Any]:
     return json.loads(Path("logs", run_id, "result.json").read_text(encoding="utf-8"))
 
 
-def cores_of(result: dict[str, Any]) -> str:
-    """The threads of a run on a CPU, else the hardware."""
-    found = re.fullmatch(r"1 ranks x (\d+) threads of .*", result["hardware"])
-    return found[1] if found else result["hardware"]
-
-
-# ---------- rows that are kept
-class Kept:
-    """The rows in the JSON file."""
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: list[dict[str, Any]] = []
-        if path.exists():
-            self.rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-
-    def find(self, key: dict[str, Any]) -> dict[str, Any] | None:
-        for row in self.rows:
-            if row["key"] == key:
-                return row
-        return None
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Also to the file, which is whole at any moment."""
-        self.rows.append(row)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(dict(rows=self.rows), indent=1) + "\n"
-        train_gpt.write_atomically(self.path, lambda file: file.write(text.encode()))
-
-
+# ---------- rows
 class Bench:
-    """Measures what is not in the file yet. words: the constants that all get."""
-    def __init__(self, text: Text, kept: Kept, words: dict[str, str], tune: bool,
-                 say: Callable[[str], None] = print) -> None:
+    """Measures what is not in the file of rows yet. words: the constants that all get."""
+    def __init__(self, text: Text, path: Path, words: dict[str, str], tune: bool) -> None:
         self.text = text
-        self.kept = kept
+        self.path = path
         self.words = dict(MAX_WALLCLOCK_SECONDS="120") | words
         self.tune = tune
-        self.say = say
         place: Any = SimpleNamespace(on_gpu=torch.cuda.is_available(), world_size=1)  # what is asked for
         self.machine = f"{train_gpt.hardware(place)}, torch {torch.__version__}"
         self.script = hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest()[:12]
+        self.kept: list[dict[str, Any]] = []
+        if path.exists():
+            self.kept = json.loads(path.read_text(encoding="utf-8"))["rows"]
 
-    def measured(self, key: dict[str, Any], what: str,
-                 function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The row of that key, from the file or from function(), without its key."""
-        key = dict(text=self.text.key, machine=self.machine, **key)
-        row = self.kept.find(key)
-        if row is None:
-            row = dict(key=key) | function()
-            self.kept.add(row)
-        self.say(f"{what}: {row['bpb']:.4f}, {row['seconds']:.1f} s")
-        return row
-
-    # ----- compressors
-    def compressed(self, name: str) -> dict[str, Any]:
-        """The row of a compressor."""
-        if name == "xz":
-            return self.measured(dict(peer=name), name, lambda: self.timed(self.text.val, lambda: xz_bytes(
-                b"".join(self.text.val))))
-        if name == "ppmd":
-            return self.ppmd()
-        function = xz_bytes if name == "xz-primed" else self.zpaq
-        return self.measured(dict(peer=name), name, lambda: self.primed(function))
-
-    def timed(self, documents: list[bytes], function: Callable[[], int]) -> dict[str, Any]:
-        """A row, less its key. function: the compressed bytes of the documents."""
-        began = time.perf_counter()
-        size = function()
-        seconds = time.perf_counter() - began
-        return dict(bpb=8 * size / sum(map(len, documents)), seconds=seconds, bytes=size, cores="1")
-
-    def zpaq(self, content: bytes) -> int:
-        return zpaq_bytes(content, self.text.scratch)
-
-    def primed(self, function: Callable[[bytes], int]) -> dict[str, Any]:
-        """The row of a compressor by what it makes of one text: train and val less train."""
-        if function == self.zpaq:
-            require(shutil.which("zpaq"), "not installed")
-        primer = b"".join(self.text.train)
-        content = primer + b"".join(self.text.val)
-        return self.timed(self.text.val, lambda: function(content) - function(primer))
-
-    def ppmd(self) -> dict[str, Any]:
-        """By the order that is best on train documents that did not prime it."""
-        trials = {}
-        for order in PPMD_ORDERS:
-            key = dict(peer="ppmd", trial=order)
-            what = f"trial of ppmd, order {order}"
-            row = self.measured(key, what, partial(self.ppmd_row, order, trial=True))
-            trials[order] = row["bpb"]
-        order = min(PPMD_ORDERS, key=trials.__getitem__)
-        key = dict(peer="ppmd", order=order)
-        return self.measured(key, f"ppmd, order {order}", partial(self.ppmd_row, order))
-
-    def ppmd_row(self, order: int, trial: bool = False) -> dict[str, Any]:
-        """The row for one order, on the val documents or on those of a trial."""
-        before, documents = self.text.split() if trial else (self.text.train, self.text.val)
-        primer = b"".join(before)
-        row = self.timed(documents, lambda: sum(ppmd_sizes(order, primer, documents)))
-        return row | dict(note=f"order {order}")
-
-    # ----- trainers
     def settings(self, peer: Peer, seed: int, text: Text, tried: dict[str, str]) -> dict[str, str]:
         """A run's constants, but for what follows from its number of steps."""
         known = names_in(train_gpt.RECIPES[peer.preset])
@@ -403,39 +310,49 @@ class Bench:
         return min(10 * result["steps"], int(settings["ITERATIONS"]))
 
     def run(self, name: str, seed: int, text: Text, tried: dict[str, str]) -> dict[str, Any]:
-        """Trains a peer once."""
-        settings = self.settings(PEERS[name], seed, text, tried)
-        if PEERS[name].parts:
+        """The row of a peer, less its key: what it scores, by training or by compressing once."""
+        peer = PEERS[name]
+        if not peer.preset:
+            primer = b"".join(text.train)
+            documents = text.val
+            began = time.perf_counter()
+            size = compressed(name, primer, documents, tried, text.scratch)
+            return dict(bpb=8 * size / text.data.val_bytes, seconds=time.perf_counter() - began, bytes=size)
+        settings = self.settings(peer, seed, text, tried)
+        if peer.parts:
             steps = self.steps(name, settings)
-            for constant, part in PEERS[name].parts.items():
+            for constant, part in peer.parts.items():
                 settings[constant] = self.words.get(constant, str(max(1, round(part * steps))))
         result = train(name, settings)
         require(result["val_bpb"], "it has no val_bpb")
-        return dict(bpb=result["val_bpb"], seconds=result["train_time_ms"] / 1e3, cores=cores_of(result),
-                    steps=result["steps"], settings=settings, run_id=result["run_id"])
+        return dict(bpb=result["val_bpb"], seconds=result["train_time_ms"] / 1e3, steps=result["steps"],
+                    settings=settings, run_id=result["run_id"])
 
     def row(self, name: str, seed: int, tried: dict[str, str], trial: bool = False) -> dict[str, Any]:
-        """A run of a peer, on the trials' text if this is one."""
-        key = dict(peer=name, seed=seed, trial=trial, tried=tried, settings=PEERS[name].settings,
-                   words=self.words, script=self.script)
+        """The row of a peer, from the file or by a run; on the trials' text if this is one."""
+        peer = PEERS[name]
+        key = dict(text=self.text.key, machine=self.machine, peer=name, trial=trial, tried=tried)
+        if peer.preset:
+            key |= dict(seed=seed, settings=peer.settings, words=self.words, script=self.script)
+        row = next((row for row in self.kept if row["key"] == key), None)
+        if row is None:
+            row = dict(key=key) | self.run(name, seed, self.text.trial if trial else self.text, tried)
+            self.kept.append(row)
+            text = json.dumps(dict(rows=self.kept), indent=1) + "\n"
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            train_gpt.write_atomically(self.path, lambda file: file.write(text.encode()))
         what = f"{'trial of ' if trial else ''}{name}, seed {seed}, {joined(tried)}"
-
-        def run() -> dict[str, Any]:
-            return self.run(name, seed, self.text.trial if trial else self.text, tried)
-
-        return self.measured(key, what, run)
-
-    def trained(self, name: str, seeds: int) -> list[dict[str, Any]]:
-        """A row for each seed."""
-        chosen = PEERS[name].tries[0]
-        if self.tune:
-            tries = PEERS[name].tries
-            scores = [self.row(name, FIRST_SEED, tried, trial=True)["bpb"] for tried in tries]
-            chosen = tries[scores.index(min(scores))]
-        return [self.row(name, FIRST_SEED + i, chosen) for i in range(seeds)]
+        print(f"{what}: {row['bpb']:.4f}, {row['seconds']:.1f} s", flush=True)
+        return row
 
     def rows(self, name: str, seeds: int) -> list[dict[str, Any]]:
-        return self.trained(name, seeds) if PEERS[name].preset else [self.compressed(name)]
+        """A row for each seed; one of a compressor."""
+        tries = PEERS[name].tries
+        chosen = tries[0]
+        if self.tune and len(tries) > 1:
+            scores = [self.row(name, FIRST_SEED, tried, trial=True)["bpb"] for tried in tries]
+            chosen = tries[scores.index(min(scores))]
+        return [self.row(name, FIRST_SEED + i, chosen) for i in range(seeds if PEERS[name].preset else 1)]
 
 
 # ---------- the table
@@ -445,26 +362,23 @@ def joined(settings: dict[str, str]) -> str:
 
 def cells(name: str, rows: list[dict[str, Any]] | str) -> list[str]:
     """A peer's row of the table. rows: one per seed, or why there are none."""
-    peer = PEERS[name]
+    what = PEERS[name].what
     if isinstance(rows, str):
-        return [name, rows, "", "", peer.what]
+        return [name, rows, "", what]
     scores = [row["bpb"] for row in rows]
     score = f"{statistics.mean(scores):.4f}"
     if len(scores) > 1:
         score += f" ± {statistics.stdev(scores):.4f} ({len(scores)})"
-    what = peer.what
-    if rows[0].get("note"):
-        what += f"; {rows[0]['note']}"
-    if peer.preset:
-        steps = statistics.mean([row["steps"] for row in rows])
-        what += f"; {steps:.0f} steps, {joined(rows[0]['key']['tried'])}"
-    seconds = statistics.mean([row["seconds"] for row in rows])
-    return [name, score, f"{seconds:.0f}", rows[0]["cores"], what]
+    if PEERS[name].preset:
+        what += f"; {statistics.mean([row['steps'] for row in rows]):.0f} steps"
+    if rows[0]["key"]["tried"]:
+        what += f"; {joined(rows[0]['key']['tried'])}"
+    return [name, score, f"{statistics.mean([row['seconds'] for row in rows]):.0f}", what]
 
 
 def table(found: dict[str, list[dict[str, Any]] | str]) -> list[str]:
     """Lines, in Markdown. found: {peer: its rows, or why it has none}."""
-    lines = ["| peer | bits per byte | seconds | cores | what it is |", "|---|---|---:|---|---|"]
+    lines = ["| peer | bits per byte | seconds | what it is |", "|---|---|---:|---|"]
     for name, rows in found.items():
         lines.append(f"| {' | '.join(cells(name, rows))} |")
     return lines
@@ -485,9 +399,9 @@ def constants(words: list[str]) -> dict[str, str]:
     for word in words:
         name, equals, value = word.partition("=")
         require(equals, f"{word} is no NAME=value")
-        require(name in names_of(train_gpt), f"{name} is no constant")
         require(name not in FIXED, f"{name} is set for each peer")
         found[name] = value
+    check_names(found)
     return found
 
 
@@ -498,12 +412,11 @@ def measure(args: argparse.Namespace, words: list[str], scratch: Path) -> None:
     require(args.seeds > 0, f"--seeds {args.seeds}: at least 1")
     path = Path("data/datasets", args.text)
     text = Text(path if path.exists() else Path(args.text), scratch)
-    kept = Kept(args.json or Path("logs/peers", f"{text.path.name}.json"))
-    bench = Bench(text, kept, given, args.tune, lambda line: print(line, flush=True))
+    bench = Bench(text, args.json or Path("logs/peers", f"{text.path.name}.json"), given, args.tune)
     about = text.data.about
     print(f"command: {shlex.join(['./run.sh', 'bench', '--peers', *words])}\nmachine: {bench.machine}")
     print(f"text: {text.path.name}, {about['train_tokens']:,} train and {about['val_tokens']:,} val tokens, "
-          f"{text.data.val_bytes:,} val bytes", f"rows: {kept.path}", sep="\n", flush=True)
+          f"{text.data.val_bytes:,} val bytes", f"rows: {bench.path}", sep="\n", flush=True)
     found: dict[str, list[dict[str, Any]] | str] = {}
     for name in names:
         try:
@@ -521,7 +434,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--text", default="embedded", help="a name under data/datasets, or a folder")
     parser.add_argument("--seeds", type=int, default=1, help="of each that trains, from 1337 on")
     parser.add_argument("--only", action="append", default=[], help=", ".join(PEERS))
-    parser.add_argument("--tune", action="store_true", help="trials of the settings of each that trains")
+    parser.add_argument("--tune", action="store_true", help="first tries settings on train documents")
     parser.add_argument("--json", type=Path, help="the rows so far; logs/peers/<text>.json")
     args = parser.parse_intermixed_args(words)
     try:

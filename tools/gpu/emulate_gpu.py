@@ -21,6 +21,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._ops import OpOverload
 
+from tools.gpu import seen_on_gpu
+
 
 # ---------- the device's memory, as a CPU sees it
 def on_host(tensor: Tensor) -> Tensor:
@@ -143,8 +145,7 @@ class Operators:
             self.library.impl(name.removeprefix("aten::"), call, "CUDA")
 
     def note(self, plain: str, *values: Any) -> None:
-        tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
-        what = (plain, tuple([str(x.dtype).removeprefix("torch.") for x in tensors]))
+        what = (f"aten.{plain}", seen_on_gpu.dtypes_of(pytree.tree_leaves(values)))
         if what not in self.seen:
             self.seen[what] = calling_line()
 

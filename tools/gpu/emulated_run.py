@@ -20,13 +20,11 @@ import contextlib
 import io
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -36,9 +34,10 @@ from torch import Tensor
 
 from tools.gpu import emulate_gpu
 from tools.gpu import interpret_kernels
+from tools.gpu import training
 
 if TYPE_CHECKING:  # --trainer names the folder of the one that runs
-    from train_gpt import Config, Model, Score, Stage
+    from train_gpt import Config, Model, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 Say = Callable[[str], None]
@@ -101,15 +100,8 @@ def settings_of(preset: str, given: dict[str, str]) -> dict[str, str]:
 
 
 def make_data(folder: Path) -> None:
-    """A dataset of the project's own pages, and a bundle of one task of CORE."""
-    pages = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")])
-    text = folder / "text"
-    text.mkdir(parents=True)
-    for page in pages:
-        if page.name != "log.md":
-            for i, part in enumerate(re.split(r"\n(?=#)", page.read_text(encoding="utf-8"))):
-                (text / f"{page.stem}_{i}.md").write_text(part, encoding="utf-8")
-    words = ["--text", text, "--name", "toy", "--vocab-size", "512", "--out", folder / "data"]
+    """A dataset of the project's own tools, and a bundle of one task of CORE."""
+    words = ["--text", ROOT / "tools", "--name", "toy", "--vocab-size", "512", "--out", folder / "data"]
     command = [sys.executable, ROOT / "data" / "prepare.py", *words]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -266,12 +258,6 @@ def compare_steps(trainer: ModuleType, env: dict[str, str], say: Say) -> None:
 
 
 # ---------- a run
-def lines_of(output: str, pattern: str) -> dict[int, float]:
-    """{step: loss} of a log's lines."""
-    found = re.findall(rf"^step:(\d+)/\d+ {pattern}:([\d.naif]+)", output, re.M)
-    return {int(step): float(loss) for step, loss in found}
-
-
 class Walk:
     """Runs of main(), in the current folder."""
 
@@ -279,86 +265,62 @@ class Walk:
         self.trainer = trainer
         self.env = env
 
-    def run(self, what: str, **settings: str) -> str:
-        """-> what main() printed. Raises Fault."""
+    def run(self, name: str, **settings: str) -> Path:
+        """The folder of a run of that name. Raises Fault."""
         out = io.StringIO()
         torch._dynamo.reset()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             code = self.trainer.main([], self.env | settings)
-        printed = out.getvalue()
         if code:
-            raise Fault(f"{what}: exit code {code}: " + "\n".join(printed.strip().splitlines()[-12:]))
-        return printed
-
-    def result(self, run_id: str) -> dict[str, Any]:
-        return json.loads(Path("logs", run_id, "result.json").read_text())
+            lines = out.getvalue().strip().splitlines()[-12:]
+            raise Fault(f"{name}: exit code {code}: " + "\n".join(lines))
+        return Path("logs", name)
 
     def all(self, say: Say) -> None:
-        with self.copies_of_checkpoints():
-            trained = self.run("training", DEVICE="cuda", COMPILE="1", RUN_ID="gpu")
-        losses = lines_of(trained, "train_loss")
-        result = self.result("gpu")
-        say(f"main(): {result['steps']} steps, train_loss {losses[max(losses)]:.4f}, "
-            f"{self.trainer.score_text(self.trainer.load_config(self.env), self.score(result))}")
-        self.resumed(losses, say)
-        self.scored_again(result, say)
-        self.on_cpu(losses, result, say)
+        with training.first_checkpoint_kept(self.trainer):
+            run = self.run("gpu", DEVICE="cuda", COMPILE="1", RUN_ID="gpu")
+        losses = losses_of(run)
+        scores = training.scores_of(run)
+        told = ", ".join([f"{kind} {loss:.4f}" for kind, loss in scores.items()])
+        say(f"main(): {max(losses)} steps, train_loss {losses[max(losses)]:.4f}, val_loss {told}")
+        self.scored_again(run, scores, say)
+        self.on_cpu(losses, scores, say)
+        self.resumed(run, losses, say)
 
-    def score(self, result: dict[str, Any]) -> Score:
-        return self.trainer.Score(**(result.get("artifact") or result["trained"]))
-
-    def resumed(self, losses: dict[int, float], say: Say) -> None:
+    def resumed(self, run: Path, losses: dict[int, float], say: Say) -> None:
         """From the first checkpoint."""
-        folder = Path("logs", "gpu")
-        os.replace(min(folder.glob("checkpoint_*.pt")), folder / "checkpoint.pt")
-        os.replace(folder / "result.json", folder / "result_first.json")
-        with self.without(["RUN_ID"]):
-            again = lines_of(self.run("resuming", RESUME="gpu", DEVICE="cuda"), "train_loss")
-        if not again or any([losses[step] != loss for step, loss in again.items()]):
-            raise Fault(f"resumed, the losses are {again}; before they were {losses}")
-        say(f"resumed: steps {min(again)} to {max(again)} with the same losses")
+        os.replace(run / "halfway.pt", run / "checkpoint.pt")
+        os.remove(run / "result.json")
+        self.run("gpu", RESUME="gpu", DEVICE="cuda")
+        step = training.events_of(run, "resume")[-1]["step"]
+        again = losses_of(run)  # of the steps that came twice, the second time
+        if again != losses or step >= max(losses):
+            raise Fault(f"resumed from step {step}, the losses are {again}; before they were {losses}")
+        say(f"resumed: steps {step + 1} to {max(losses)} with the same losses")
 
-    @contextlib.contextmanager
-    def copies_of_checkpoints(self) -> Iterator[None]:
-        """A run writes over its checkpoint; in here each one is also kept as checkpoint_<step>.pt."""
-        save = self.trainer.save_checkpoint
-
-        def save_twice(run: Any) -> None:
-            save(run)
-            shutil.copy(run.folder / "checkpoint.pt", run.folder / f"checkpoint_{run.state.step}.pt")
-
-        self.trainer.save_checkpoint = save_twice
-        yield
-        self.trainer.save_checkpoint = save
-
-    @contextlib.contextmanager
-    def without(self, names: list[str]) -> Iterator[None]:
-        kept = self.env
-        self.env = {name: text for name, text in kept.items() if name not in names}
-        yield
-        self.env = kept
-
-    def scored_again(self, result: dict[str, Any], say: Say) -> None:
+    def scored_again(self, run: Path, scores: dict[str, float], say: Say) -> None:
         """EVAL_FROM the artifact, else the weights."""
-        kind = "artifact" if "artifact" in result else "trained"
-        cfg = self.trainer.load_config(self.env)
-        name = f"final_model.{cfg.codec[:4]}.ptz" if kind == "artifact" else "final_model.pt"
-        path = Path("logs", "gpu", name)
-        self.run("EVAL_FROM", EVAL_FROM=str(path), DEVICE="cuda", COMPILE="1", RUN_ID="scored")
-        found = self.result("scored")[kind]["val_loss"]
-        if abs(found - result[kind]["val_loss"]) > FILE_SLACK:
-            raise Fault(f"EVAL_FROM={path}: val_loss {found}, in the run {result[kind]['val_loss']}")
-        say(f"EVAL_FROM {path.name}: val_loss {found:.4f}, as in the run")
+        kind = [*scores][-1]
+        path = training.written_file(run)
+        found = training.scores_of(self.run("scored", EVAL_FROM=str(path), DEVICE="cuda", COMPILE="1",
+                                            RUN_ID="scored"))  # fmt: skip
+        if abs(found[kind] - scores[kind]) > FILE_SLACK:
+            raise Fault(f"EVAL_FROM={path}: val_loss {found[kind]}, in the run {scores[kind]}")
+        say(f"EVAL_FROM {path.name}: val_loss {found[kind]:.4f}, as in the run")
 
-    def on_cpu(self, losses: dict[int, float], result: dict[str, Any], say: Say) -> None:
-        printed = self.run("the run on the CPU", DEVICE="cpu", DTYPE="float32", COMPILE="0", RUN_ID="cpu")
-        there = lines_of(printed, "train_loss")
-        there[0] = self.score(self.result("cpu")).val_loss
-        mine = losses | {0: self.score(result).val_loss}
-        off = max([abs(loss / there[step] - 1) for step, loss in mine.items()])
+    def on_cpu(self, losses: dict[int, float], scores: dict[str, float], say: Say) -> None:
+        run = self.run("cpu", DEVICE="cpu", DTYPE="float32", COMPILE="0", RUN_ID="cpu")
+        there = [*losses_of(run).values(), *training.scores_of(run).values()]
+        mine = [*losses.values(), *scores.values()]
+        off = max([abs(loss / its - 1) for loss, its in zip(mine, there, strict=True)])
         if not off <= RUN_SLACK:
-            raise Fault(f"losses are up to {off:.1%} from those of fp32 on the CPU: {losses}, {there}")
+            raise Fault(f"losses are up to {off:.1%} from those of fp32 on the CPU: {mine}, {there}")
         say(f"on the CPU in fp32: losses and score within {off:.1%}")
+
+
+def losses_of(run: Path) -> dict[int, float]:
+    """{step: train_loss}"""
+    return {event["step"]: event["train_loss"] for event in training.events_of(run, "train")}
 
 
 def check(

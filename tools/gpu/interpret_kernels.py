@@ -321,6 +321,11 @@ def repair(memory: Memory) -> None:
 
 
 # ---------- launches
+def rewritten(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel's Python function as the interpreter runs it; it keeps those that it has made."""
+    return interpreter.InterpretedFunction(fn).rewrite()
+
+
 def larger_blocks(meta: dict[str, Any], values: dict[str, Any]) -> dict[str, int]:
     """Block sizes with which a generated kernel takes few programs; its results don't depend on them. {} for
     kernels of other kinds. meta: what Inductor says of the kernel."""
@@ -350,16 +355,9 @@ class Interpreter:
 
     def __init__(self) -> None:
         self.memory = Memory()
-        self.rewritten: dict[Callable[..., Any], Callable[..., Any]] = {}
         self.seen: set[str] = set()
         self.faults: list[str] = []
         repair(self.memory)
-
-    def function(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A kernel's Python function as the interpreter runs it."""
-        if fn not in self.rewritten:
-            self.rewritten[fn] = interpreter.FunctionRewriter(fn).rewrite_ast()
-        return self.rewritten[fn]
 
     @contextmanager
     def language(self) -> Iterator[None]:
@@ -371,7 +369,7 @@ class Interpreter:
                 scope.set_attr(libdevice_names, name, getattr(libdevice, name))
 
         def call(jit: JITFunction, *args: Any, **kwargs: Any) -> Any:
-            return self.function(jit.fn)(*args, **kwargs)
+            return rewritten(jit.fn)(*args, **kwargs)
 
         scope.set_attr(JITFunction, "__call__", call)
         try:
@@ -425,14 +423,14 @@ class Interpreter:
         self.seen.add(fn.__name__)
         self.memory.addresses = Addresses(fn.__name__)
         args = self.arguments(fn, values, before or {})
-        rewritten = self.function(fn)
+        function = rewritten(fn)
         builder = interpreter.interpreter_builder
         builder.set_grid_dim(*counts)
         with self.language(), np.errstate(all="ignore"):
             try:
                 for place in places:
                     builder.set_grid_idx(*place)
-                    rewritten(**args)
+                    function(**args)
             except Exception as error:
                 frames = traceback.extract_tb(error.__traceback__)
                 lines = [frame.line for frame in frames if frame.name == fn.__name__]

@@ -76,65 +76,77 @@ def memory_seconds(name: str, size: int, rows: int = 0) -> float:
     return max(LEAST_KERNEL, seconds)
 
 
-class Launch(NamedTuple):
-    """A kernel's share of an estimate."""
+# ---------- the stand-in's record
+SIZES = {0: 4, 2: 2, 14: 2, 28: 1, 29: 1}  # bytes of a number, by cudaDataType
+NAMES = {0: "fp32", 2: "fp16", 14: "bf16", 28: "fp8", 29: "fp8"}
 
+
+class Launch(NamedTuple):
+    """What the record says of a launch."""
+
+    phase: str  # optimizer or model
     kernel: str
     family: str
-    seconds: float
+    flop: float = 0.0
+    size: int = 0  # bytes of its tensors, each once
+    programs: int = 0  # of the loss: one for each row
+    registers: int = 0
+    stack: int = 0  # bytes
+
+    def seconds(self) -> float:
+        """The time to expect on an H100. What flex attention computes is not in the record."""
+        if self.family.startswith("attention"):
+            return self.flop / RATES[self.family].value
+        if self.family.startswith("products"):
+            rate = RATES[self.family].value if self.family in RATES else FP32
+            return max(LEAST_KERNEL, self.flop / rate, self.size / RATES["norms"].value)
+        if self.kernel.startswith("triton_tem_"):
+            return 0.0
+        if self.family == TORCH:  # whose bytes are not known
+            return LEAST_KERNEL
+        return memory_seconds(self.kernel, self.size, self.programs)
 
 
-def product_seconds(m: int, n: int, k: int, batch: int, kind: int, out_size: int) -> float:
-    """Of a product in cudaDataType `kind`: 28 and 29 are fp8, 0 is fp32, which no log has."""
-    size = {28: 1, 29: 1, 0: 4}.get(kind, 2)
-    rate = {1: RATES["products fp8"].value, 2: RATES["products bf16"].value, 4: FP32}[size]
-    data = batch * (size * (m * k + k * n) + out_size * m * n)
-    return max(LEAST_KERNEL, 2 * m * n * k * batch / rate, data / RATES["norms"].value)
+TORCH = "torch's kernels"
 
 
-def launches(lines: list[list[str]]) -> Iterator[tuple[str, Launch]]:
-    """(phase, Launch) of each line of the stand-in's record that has a time of its own."""
+def launches(lines: list[list[str]]) -> Iterator[Launch]:
+    """Of the record's lines those that are launches."""
     phase = "model"
     size = 0  # of the kernel whose launch comes next
     for kind, *words in lines:
         if kind == "phase":
             phase = words[0]
+        elif kind == "bytes":
+            size = int(words[1])
         elif kind == "gemm":
             m, n, k, batch, a, out = map(int, words[2:8])
-            name = {28: "fp8", 29: "fp8", 0: "fp32"}.get(a, "bf16")
-            seconds = product_seconds(m, n, k, batch, a, 4 if out == 0 else 2)
-            yield phase, Launch("product", f"products {name}", seconds)
+            moved = batch * (SIZES[a] * (m * k + k * n) + SIZES[out] * m * n)
+            yield Launch(phase, "product", f"products {NAMES[a]}", 2 * m * n * k * batch, moved)
         elif kind == "attention":
             B, H, T, D, K, causal = map(int, words[2:8])
             work = 4 * B * H * T * K * D / (2 if causal else 1)
-            if words[1] == "forward":
-                yield phase, Launch("attention", "dense attention", work / RATES["attention forward"].value)
-            else:
-                seconds = 2.5 * work / RATES["attention backward"].value
-                yield phase, Launch("attention", "dense attention", seconds)
-        elif kind == "bytes":
-            size = int(words[1])
-        elif kind == "triton" and "_tem_" not in words[0]:
-            rows = int(words[1].split(",")[0])
-            yield phase, Launch(words[0], family(words[0]), memory_seconds(words[0], size, rows))
+            yield Launch(phase, kind, f"attention {words[1]}", work * (1 if words[1] == "forward" else 2.5))
+        elif kind == "triton":
+            name = words[0]
+            if "_tem_" in name:  # flex attention, of which the mask decides how much is read
+                size = 0
+            programs = int(words[1].split(",")[0])
+            yield Launch(phase, name, family(name), 0, size, programs, int(words[4]), int(words[5]))
             size = 0
         elif kind in ("copy", "memset", "torch"):
-            yield phase, Launch(kind, "torch's kernels", LEAST_KERNEL)
+            yield Launch(phase, kind, TORCH, size=int(words[0]) if kind == "memset" else 0)
 
 
 def estimate(lines: list[list[str]], flex_flop: float, steps: int) -> dict[str, Any]:
-    """Estimated ms of a step, by family and by kernel; torch's own kernels, whose bytes are not known, take
-    the least that a kernel takes. flex_flop: of all steps."""
+    """Estimated ms of a step, by family. flex_flop: of all steps."""
     families = {"flex attention": flex_flop / RATES["flex attention"].value}
     phases = {"optimizer": 0.0, "model": 0.0}
-    kernels: dict[str, float] = {}
-    for phase, launch in launches(lines):
-        families[launch.family] = families.get(launch.family, 0.0) + launch.seconds
-        phases[phase] += launch.seconds
-        kernels[launch.kernel] = kernels.get(launch.kernel, 0.0) + launch.seconds
+    for launch in launches(lines):
+        families[launch.family] = families.get(launch.family, 0.0) + launch.seconds()
+        phases[launch.phase] += launch.seconds()
     return dict(
         estimate_ms={name: round(1e3 * value / steps, 2) for name, value in families.items() if value},
         estimate_sum_ms=round(1e3 * sum(families.values()) / steps, 1),
         estimate_optimizer_ms=round(1e3 * phases["optimizer"] / steps, 2),
-        estimate_kernels={name: round(1e3 * value / steps, 3) for name, value in kernels.items()},
     )

@@ -1,13 +1,14 @@
-"""What the parts of gpu-report measure. report.py starts a process for each of them:
+"""What the parts of gpu-report measure. report.py starts a process for each of them, in a folder of its own:
 
     python -m tools.gpu.parts SPEC.json
 
-The spec names the part, the preset and its settings, and the file that takes what is found, a line of JSON
-at a time. Shapes are those of one rank of eight. Kernels are timed forward and backward, on the device's
-own clock where there is a GPU. The loop is the trainer's own, on random tokens, with the batch of one rank;
-a single GPU then updates all weights where a rank of eight updates an eighth of them, so the step is timed
-once more with an optimizer that owns an eighth. What the collectives move between GPUs is not in it. What a
-card computes is compared with fp32 by `./run.sh test -m gpu`.
+The spec names the part, its preset and the constants that the command gave; what is found goes to
+events.jsonl, a line of JSON at a time. Runs of the trainer are in training.py. Shapes are those of one rank
+of eight. Kernels are timed forward and backward, on the device's own clock where there is a GPU. The loop is
+the trainer's own, on random tokens, with the batch of one rank; a single GPU then updates all weights where a
+rank of eight updates an eighth of them, so the step is timed once more with an optimizer that owns an eighth.
+What the collectives move between GPUs is not in it. What a card computes is compared with fp32 by `./run.sh
+test -m gpu`.
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tools.gpu import seen_on_gpu, static
+import train_gpt
+from tools.dev import bench
+from tools.gpu import plan as gpu_plan
+from tools.gpu import seen_on_gpu, static, training
+from tools.run import plan
+from tools.run.machine import Machine
+from train_gpt import Optimizer, Run, Stage
 
-if TYPE_CHECKING:  # the spec names the folder of the one that runs
+if TYPE_CHECKING:
     from torch._ops import OpOverload
-
-    from train_gpt import Optimizer, Run, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST_GAIN = 0.5  # ms per step that a constant must gain
@@ -49,7 +54,7 @@ LEAST_PART_OF_A_TOY = 0.5  # where a CPU is measured that does other things, too
 STEPS = 200  # of the loop
 RANKS = 8  # whose shapes are measured
 LINES_SHOWN = 8  # of the traceback of what failed
-OLDEST_DRIVER = 580  # of NVIDIA for CUDA 13
+ROWS = dict(golf_plus="16")  # DEVICE_BATCH_SIZE; the others take what fits into the card's memory
 ON_STAND_IN = "STATIC_NAME" in os.environ  # tools/gpu/static.py's stand-in for a GPU computes nothing
 
 
@@ -69,11 +74,12 @@ TILES = {
     (10, 96): [tile(128, 64, 8, 3), tile(128, 64, 8, 3, 64, 128, 8, 2)],
     (12, 96): [tile(128, 64, 8, 2), tile(128, 64, 8, 2, 64, 64, 8, 2)],
 }
-# ms per step of each stage on 8xH100: what to expect, estimated part by part; what the public record logged
+# ms per step of each stage on 8xH100: what to expect, by the rates of one H100 (docs/milliseconds.md); what
+# the public record logged
 EXPECTED = {
-    "speedrun": [(34.3, 33.6), (60.3, 60.1), (89.5, 88.1)],
-    "golf": [(43.0, 71.5)],
-    "gpt2": [(660.0, 706.0)],
+    "speedrun": [(26.1, 33.6), (52.4, 60.1), (79.1, 88.1)],
+    "golf": [(32.8, 71.5)],
+    "gpt2": [(659.0, 706.0)],
 }
 # A size for a CPU; a trainer ignores those that its preset lacks
 TOY = dict(
@@ -142,6 +148,60 @@ TOY_OF: dict[str, dict[str, str]] = dict(
 )
 
 
+# ---------- settings and data
+def one_rank_of_eight(trainer: ModuleType, preset: str, given: dict[str, str], toy: bool) -> dict[str, str]:
+    """The settings of a preset for the batch of one rank."""
+    settings = dict(PRESET=preset, SAVE_EVERY="0", ITERATIONS=str(STEPS))
+    if toy:
+        settings |= TOY | TOY_OF.get(preset, {})
+    settings |= given
+    cfg = trainer.load_config(os.environ | settings)
+    share = max(cfg.train_batch_tokens // RANKS, cfg.train_seq_len)
+    return settings | dict(TRAIN_BATCH_TOKENS=str(share))
+
+
+def random_data(cfg: Any, folder: Path, toy: bool) -> dict[str, str]:
+    """Settings of random tokens, which all parts of a preset share, and of a vocabulary that stands for
+    GPT-2's in losses on prefixes; written once."""
+    known = folder / "settings.json"
+    if not known.exists():
+        folder.mkdir(exist_ok=True)
+        letters = [chr(number) for number in range(33, 127)]
+        pairs = [a + b for a in letters for b in letters]
+        words = [*letters, *pairs, *[pair + letter for pair in pairs[:500] for letter in letters]]
+        vocabulary = folder / "vocabulary.json"
+        vocabulary.write_text(json.dumps({word: token for token, word in enumerate(words[:50_257])}))
+        found = bench.random_data(folder, cfg, 1 << (20 if toy else 24), rows=2.5)
+        known.write_text(json.dumps(found | dict(VOCAB_PATH=str(vocabulary))))
+    return json.loads(known.read_text())
+
+
+def rows_that_fit(cfg: Any, machine: Machine) -> str:
+    """DEVICE_BATCH_SIZE of a preset that has the card to itself, the same in all parts, so that they compile
+    the same graph."""
+    cfg = replace(cfg, vocab_size=cfg.vocab_size or 1024)
+    return ROWS.get(cfg.preset) or str(plan.micro_batch(cfg, machine))
+
+
+def settings_of(spec: dict[str, Any]) -> dict[str, str]:
+    """Of a part, for the batch of one rank, on random tokens. Raises Refused."""
+    toy = spec["toy"]
+    settings = one_rank_of_eight(train_gpt, spec["preset"], spec["given"], toy)
+    cfg = train_gpt.load_config(os.environ | settings)
+    settings |= random_data(cfg, Path("..", f"{spec['preset']}_data").resolve(), toy)
+    settings |= dict(MAX_WALLCLOCK_SECONDS="0", VAL_LOSS_EVERY="0", MAX_EPOCHS="0")
+    if not toy and not cfg.device_batch_size:
+        memory = gpu_plan.MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory
+        machine = bench.machine_of(train_gpt.Team(cfg, {}), int(memory))
+        settings["DEVICE_BATCH_SIZE"] = rows_that_fit(cfg, machine)
+    if spec["part"] in TRAINING:
+        return training.settings_of(settings, spec["given"], toy, Path(spec["here"]))
+    return settings
+
+
+TRAINING = dict(train=training.train, score=training.score, resume=training.resume)
+
+
 # ---------- the report
 def first_line(error: Exception) -> str:
     """What an exception says, else its name."""
@@ -204,7 +264,6 @@ class Subject(NamedTuple):
     """What is measured: a preset at the size of one rank of eight."""
 
     trainer: ModuleType
-    bench: ModuleType
     report: Report
     settings: dict[str, str]  # constants that differ from the preset's
     toy: bool
@@ -215,17 +274,6 @@ class Subject(NamedTuple):
         return torch.compile(function, dynamic=False, fullgraph=True, backend=back_end)
 
 
-def one_rank_of_eight(trainer: ModuleType, preset: str, given: dict[str, str], toy: bool) -> dict[str, str]:
-    """The settings of a preset for the batch of one rank."""
-    settings = dict(PRESET=preset, SAVE_EVERY="0", ITERATIONS=str(STEPS))
-    if toy:
-        settings |= TOY | TOY_OF.get(preset, {})
-    settings |= given
-    cfg = trainer.load_config(os.environ | settings)
-    share = max(cfg.train_batch_tokens // RANKS, cfg.train_seq_len)
-    return settings | dict(TRAIN_BATCH_TOKENS=str(share))
-
-
 # ---------- 1 environment
 def driver_version() -> str:
     """The NVIDIA driver's version, "" where there is none."""
@@ -233,7 +281,7 @@ def driver_version() -> str:
     return done[1].strip() if done[0] == 0 else ""
 
 
-def environment(report: Report, trainer: ModuleType, toy: bool) -> None:
+def environment(report: Report, toy: bool) -> None:
     """The machine, and whether this torch can use and compile for it."""
     driver = driver_version()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
@@ -253,9 +301,8 @@ def environment(report: Report, trainer: ModuleType, toy: bool) -> None:
             memory_GiB=round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
             nccl=".".join([str(number) for number in torch.cuda.nccl.version()]),
         )
-    found["triton"] = trainer.triton.__version__ if trainer.triton else ""
-    compilers = [name for name in ("gcc", "cc", "clang") if shutil.which(name)]
-    found["compiler"] = compilers[0] if compilers else ""
+    found["triton"] = train_gpt.triton.__version__ if train_gpt.triton else ""
+    found["compiler"] = next(filter(shutil.which, ("gcc", "cc", "clang")), "")
     report.machine = found
     report.send(machine=found)
     report.say(
@@ -263,14 +310,6 @@ def environment(report: Report, trainer: ModuleType, toy: bool) -> None:
         f"{gpu or 'no GPU that torch can use'}, driver {driver or 'none'}, torch {torch.__version__}, cuDNN "
         f"{found.get('cudnn', 'none')}, Triton {found['triton'] or 'none'}",
     )
-    asked = (ROOT / "requirements.txt").read_text(encoding="utf-8").split("torch==")[1].split()[0]
-    if torch.__version__.split("+")[0] != asked:
-        report.say("note", f"requirements.txt asks for torch {asked}, for which `static` compiled the steps")
-    old = driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < OLDEST_DRIVER
-    if old and (torch.version.cuda or "").startswith("13"):
-        report.say(
-            "FAULT", f"driver {driver} is too old for a CUDA 13 build, which needs {OLDEST_DRIVER} or newer"
-        )
     if not found["compiler"]:
         report.say("FAULT", "no C compiler, which torch.compile needs: install gcc")
 
@@ -280,20 +319,7 @@ def assemble(subject: Subject) -> Run:
     """A Run with model, optimizer and data, nothing compiled, all weights zero."""
     cfg = subject.trainer.load_config(os.environ | subject.settings)
     subject.report.doing("building the model")
-    return subject.bench.assemble(cfg, subject.trainer)
-
-
-def compile_step(subject: Subject, run: Run) -> float:
-    """Compiles the step, as a run does before its clock; how many seconds that takes."""
-    torch._dynamo.reset()
-    began = time.perf_counter()
-    subject.trainer.warm_up(run)
-    return time.perf_counter() - began
-
-
-def begin_anew(subject: Subject, run: Run) -> None:
-    """The init, as a run begins with it."""
-    run.optimizer.begin(subject.trainer.init_parameters(run.model, run.cfg.seed))
+    return bench.assemble(cfg, subject.trainer)
 
 
 Sizes = tuple[int, ...]
@@ -313,9 +339,6 @@ class Call(NamedTuple):
         if self.window < self.q[2] - 1:
             words += f", window {self.window:,}"
         return words + (", documents" if self.documents is not None else "")
-
-    def kind(self) -> tuple[Sizes, Sizes, Sizes, int, bool]:
-        return self.q, self.k, self.v, self.window, self.documents is None
 
 
 def last_stage(run: Run) -> Stage:
@@ -380,9 +403,9 @@ def attention_calls(run: Run) -> tuple[list[tuple[Call, int]], tuple[Any, ...] |
     with torch.no_grad():
         model(tokens, tokens, context, *model.candidates(tokens, tokens))
     model.use(kernels)
-    counts = Counter([call.kind() for call in calls])
-    distinct = {call.kind(): call for call in calls}
-    return [(call, counts[kind]) for kind, call in distinct.items()], losses[0] if losses else None
+    counts = Counter([call.name() for call in calls])
+    distinct = {call.name(): call for call in calls}
+    return [(call, counts[name]) for name, call in distinct.items()], losses[0] if losses else None
 
 
 def attention_inputs(run: Run, call: Call) -> list[Tensor]:
@@ -446,7 +469,7 @@ def milliseconds(subject: Subject, run: Run, option: Option, inputs: list[Tensor
 
     both()
     run.team.wait()
-    return 1e3 * subject.bench.median_seconds(run.team, both, 10 if subject.toy else 20)
+    return 1e3 * bench.median_seconds(run.team, both, 10 if subject.toy else 20)
 
 
 def compare(
@@ -492,32 +515,20 @@ def attention_options(run: Run, call: Call) -> list[Option]:
     return found
 
 
-def loss_options(subject: Subject, run: Run, loss_args: tuple[Any, ...]) -> list[Option]:
-    """The loss as it is, and by the kernel that is not in use: ours or Inductor's."""
-    trainer = subject.trainer
-    _, _, targets = loss_inputs(run, loss_args)
-    cap, *more = loss_args[3:]
-
-    def loss(x: Tensor, head: Tensor, function: Callable[..., Tensor]) -> Tensor:
-        return function(x, head, targets, cap, *more)
-
-    in_use = run.model.kernels.loss
-    found = [Option("as it is", "", partial(loss, function=in_use))]
-    if not (run.team.on_gpu and trainer.triton and getattr(run.cfg, "triton_kernels", True)):
-        return [
-            *found,
-            Option("readable", "loss=lm_loss in fast_loss()", partial(loss, function=trainer.lm_loss)),
-        ]
+def loss_options(trainer: ModuleType, in_use: Callable[..., Tensor], more: list[Any]) -> list[Option]:
+    """The loss as it is, and by Inductor's kernel where ours is in use, else by the readable function. more:
+    its arguments after x and head."""
+    name = "readable"
+    change = "loss=lm_loss in fast_loss()"
+    other = trainer.lm_loss
     if getattr(in_use, "keywords", {}).get("row_losses"):
+        name = "Inductor's"
         change = "a larger LEAST_KERNEL_VOCABULARY in train_gpt.py"
-        other = Option(
-            "Inductor's", change, partial(loss, function=partial(in_use, row_losses=trainer.row_losses))
-        )
-    else:
-        change = "a smaller LEAST_KERNEL_VOCABULARY, and kernel_losses in the recipe's choose_kernels()"
-        ours = partial(in_use, row_losses=trainer.kernel_losses)
-        other = Option("by our kernel", change, partial(loss, function=ours))
-    return [*found, other]
+        other = partial(in_use, row_losses=trainer.row_losses)
+    return [
+        Option("as it is", "", lambda x, head: in_use(x, head, *more)),
+        Option(name, change, lambda x, head: other(x, head, *more)),
+    ]
 
 
 def time_kernels(
@@ -535,9 +546,9 @@ def time_kernels(
     if loss_args is None:
         subject.report.say("note", "the loss is the model's own: there is no other way to compute it")
         return
-    x, head, _ = loss_inputs(run, loss_args)
+    x, head, targets = loss_inputs(run, loss_args)
     what = f"loss of {x.size(1):,} tokens"
-    options = loss_options(subject, run, loss_args)
+    options = loss_options(subject.trainer, run.model.kernels.loss, [targets, *loss_args[3:]])
     subject.report.attempt("loss", compare, subject, run, what, options, [x, head], micro_steps)
 
 
@@ -555,13 +566,12 @@ def run_loop(subject: Subject, run: Run) -> Steps:
     def step(
         loss_fn: Callable[..., Tensor], optimizer: Optimizer, batch: tuple[Tensor, ...], *args: Any
     ) -> Tensor:
-        moments.append(subject.bench.moment(run.team))
+        moments.append(bench.moment(run.team))
         stages.append((batch[0].numel(), batch[0].size(1)))
         return real(loss_fn, optimizer, batch, *args)
 
-    begin_anew(subject, run)
     with mock.patch.object(trainer, "train_step", step):
-        subject.bench.train_again(run)
+        bench.train_again(run)
     run.team.wait()
     found = []
     for before, after, stage in zip(moments, moments[1:], stages):
@@ -589,6 +599,9 @@ def loop(subject: Subject, run: Run) -> None:
     rank."""
     report = subject.report
     on_gpu = run.team.on_gpu
+    report.doing("compiling the step")
+    subject.trainer.warm_up(run)
+    report.doing("the loop")
     before = torch.cuda.memory_stats().get("num_device_alloc", 0) if on_gpu else 0
     steps = run_loop(subject, run)
     typical = {}
@@ -614,24 +627,17 @@ def loop(subject: Subject, run: Run) -> None:
     report.attempt("a rank of eight", rank_of_eight, subject, run)
 
 
-class Done:
-    """A collective that is over."""
-
-    def wait(self) -> None:
-        pass
-
-
 @contextmanager
 def alone_of_eight(trainer: ModuleType) -> Iterator[None]:
     """Meanwhile the collectives of rank 0 of eight, which is alone, copy its own share."""
 
-    def reduce_scatter(mine: Tensor, whole: Tensor, **_: Any) -> Done:
+    def reduce_scatter(mine: Tensor, whole: Tensor, **_: Any) -> static.Done:
         mine.copy_(whole.view(RANKS, -1)[0])
-        return Done()
+        return static.Done()
 
-    def all_gather(whole: Tensor, mine: Tensor, **_: Any) -> Done:
+    def all_gather(whole: Tensor, mine: Tensor, **_: Any) -> static.Done:
         whole.view(RANKS, -1)[0].copy_(mine)
-        return Done()
+        return static.Done()
 
     with mock.patch.multiple(trainer, reduce_scatter=reduce_scatter, all_gather=all_gather):
         yield
@@ -662,7 +668,7 @@ def rank_of_eight(subject: Subject, run: Run) -> None:
         for place, stage in enumerate(stages.values()):
             multiple = stage.row_tokens // run.cfg.train_seq_len
             batch = run.loader.next(stage.batch_tokens, multiple, stage.doc_len)
-            step = subject.bench.step_function(trainer, run, stage)
+            step = bench.step_function(trainer, run, stage)
 
             def two_steps() -> None:  # as Adam may take every other one
                 step(batch)
@@ -670,7 +676,7 @@ def rank_of_eight(subject: Subject, run: Run) -> None:
 
             two_steps()
             run.team.wait()
-            ms = 1e3 * subject.bench.median_seconds(run.team, two_steps, 2 if subject.toy else 10) / 2
+            ms = 1e3 * bench.median_seconds(run.team, two_steps, 2 if subject.toy else 10) / 2
             began = time.perf_counter()
             two_steps()
             host = 1e3 * (time.perf_counter() - began) / 2
@@ -692,7 +698,7 @@ def profile_step(subject: Subject, run: Run) -> None:
 
     stage = last_stage(run)
     batch = run.loader.next(stage.batch_tokens, stage.row_tokens // run.cfg.train_seq_len, stage.doc_len)
-    step = subject.bench.step_function(subject.trainer, run, stage)
+    step = bench.step_function(subject.trainer, run, stage)
     moved: Counter[str] = Counter()
 
     def note(_: str, name: str, size: int) -> None:
@@ -724,13 +730,13 @@ def profile_step(subject: Subject, run: Run) -> None:
 
 # ---------- operators outside of Inductor's kernels
 class Recorder(TorchDispatchMode):
-    """Counts the operators that are called on a kind of device, with dtypes and layouts. Compiled code stays
-    as it is: what Inductor generates calls no operator, what it does not generate comes by here."""
+    """Notes the operators that are called on a kind of device, with dtypes. Compiled code stays as it is:
+    what Inductor generates calls no operator, what it does not generate comes by here."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device = device
-        self.counts: Counter[tuple[str, tuple[str, ...], tuple[str, ...]]] = Counter()
+        self.found: set[tuple[str, tuple[str, ...]]] = set()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -740,18 +746,13 @@ class Recorder(TorchDispatchMode):
                            kwargs: dict[str, Any] | None = None) -> Any:  # fmt: skip
         kwargs = kwargs or {}
         value = function(*args, **kwargs)
-        name = str(function)
-        if seen_on_gpu.launches(name):
-            leaves = torch.utils._pytree.tree_leaves((args, kwargs, value))
-            if any([isinstance(leaf, Tensor) and leaf.device.type == self.device for leaf in leaves]):
-                self.counts[seen_on_gpu.canonical(name), *seen_on_gpu.describe(args, kwargs)] += 1
+        name = seen_on_gpu.canonical(str(function))
+        given = torch.utils._pytree.tree_leaves((args, kwargs))
+        leaves = [*given, *torch.utils._pytree.tree_leaves(value)]
+        devices = [leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)]
+        if seen_on_gpu.launches(name) and self.device in devices:
+            self.found.add((name, seen_on_gpu.dtypes_of(given)))
         return value
-
-    def rows(self, how: str) -> list[dict[str, Any]]:
-        found = []
-        for (operator, dtypes, layouts), count in sorted(self.counts.items()):
-            found.append(dict(operator=operator, dtypes=dtypes, layouts=layouts, count=count, how=how))
-        return found
 
 
 def operators(subject: Subject, run: Run) -> None:
@@ -760,31 +761,34 @@ def operators(subject: Subject, run: Run) -> None:
         return
     stage = run.cfg.stages()[0]
     batch = run.loader.next(stage.batch_tokens, stage.row_tokens // run.cfg.train_seq_len, stage.doc_len)
-    step = subject.bench.step_function(subject.trainer, run, stage)
+    step = bench.step_function(subject.trainer, run, stage)
     score = partial(subject.trainer.evaluate, run.model, run.cfg, run.data, run.team)
 
     def steps() -> None:
         step(batch)
         step(batch)  # Adam may take every other one
 
-    found = []
-    for how, function in (("compiled step", steps), ("score", score)):
-        function()  # compiles
-        with Recorder(run.team.device.type) as recorder:
-            function()
-            run.team.wait()
-        found += recorder.rows(how)
-        subject.report.send(operators=found)
-    kinds = {(row["operator"], row["dtypes"]) for row in found}
-    unseen = [kind for kind in kinds if not seen_on_gpu.seen(*kind)]
+    steps()  # compiles
+    score()
+    with Recorder(run.team.device.type) as recorder:
+        steps()
+        score()
+        run.team.wait()
+    found = sorted(recorder.found)
+    subject.report.send(operators=[dict(operator=name, dtypes=dtypes) for name, dtypes in found])
+    unseen = [kind for kind in found if not seen_on_gpu.seen(*kind)]
     words = "" if subject.toy else f", {len(unseen)} of them not yet in tools/gpu/seen_on_gpu.tsv"
-    subject.report.say("note", f"{len(kinds)} kinds of operators outside of generated kernels{words}")
+    subject.report.say("note", f"{len(found)} kinds of operators outside of generated kernels{words}")
 
 
 # ---------- a part
 def measure(subject: Subject, part: str) -> None:
     """One part of one preset."""
     report = subject.report
+    if part in TRAINING:
+        TRAINING[part](subject)
+        return
+    torch._dynamo.config.recompile_limit = 64  # kinds of attention; beyond it runs uncompiled
     run = report.attempt("setting up", assemble, subject)
     if run is None:
         return
@@ -792,10 +796,7 @@ def measure(subject: Subject, part: str) -> None:
         found = report.attempt("shapes", attention_calls, run)
         if found:
             report.attempt("kernels", time_kernels, subject, run, *found)
-        return
-    seconds = report.attempt("compiling the step", compile_step, subject, run)
-    if seconds is not None:
-        report.send(compile_seconds=round(seconds, 1))
+    else:
         report.attempt("the loop", loop, subject, run)
 
 
@@ -803,23 +804,16 @@ def main(path: str) -> int:
     """Does what the spec asks for."""
     spec = json.loads(Path(path).read_text(encoding="utf-8"))
     part = spec["part"]
-    toy = spec["toy"]
-    report = Report(Path(spec["events"]), part, spec["preset"], spec["machine"])
-    report.doing("importing torch's compiler")
-    trainer = static.load_trainer(Path(spec["trainer"], "train_gpt.py"))
-    from tools.dev import bench
-
+    report = Report(Path("events.jsonl"), part, spec["preset"], spec["machine"])
+    report.doing("setting up")
     if ON_STAND_IN:
         kept = static.replace_attention(torch, lambda *_: None)  # noqa: F841  held until the end
-    torch._dynamo.config.recompile_limit = 64  # kinds of attention; beyond it runs uncompiled
-    if toy:
+    if spec["toy"]:
         torch.set_num_threads(1)  # more gain nothing at this size
     if part == "environment":
-        report.attempt(part, environment, report, trainer, toy)
+        report.attempt(part, environment, report, spec["toy"])
     else:
-        measure(Subject(trainer, bench, report, spec["settings"], toy), part)
-    peak = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
-    report.send(peak_GiB=round(peak, 1))
+        measure(Subject(train_gpt, report, settings_of(spec), spec["toy"]), part)
     return 0
 
 

@@ -69,8 +69,6 @@ class Part:
     doing: str = ""
     seconds: float = 0.0
     limit_s: float = 0.0
-    compile_seconds: float = 0.0
-    peak_GiB: float = 0.0
     last_lines: list[str] = field(default_factory=list)
 
     def name(self) -> str:
@@ -156,9 +154,8 @@ def carry_out(
     GiB: float,
 ) -> None:
     """Runs the parts in order, side by side where they may be, until so many seconds have passed. start()
-    returns None where a part cannot be begun, else what has its part and poll(): whether it has ended, and
-    then it has set the part's state and seconds. clock: now(), in seconds since the report began, and
-    pause()."""
+    returns what has its part and poll(): whether it has ended, and then it has set the part's state and
+    seconds. clock: now(), in seconds since the report began, and pause()."""
     jobs: list[Any] = []
     while True:
         jobs = [job for job in jobs if not job.poll()]
@@ -176,9 +173,7 @@ def carry_out(
             clock.pause()
             continue
         part.state = "running"
-        job = start(part)
-        if job:
-            jobs.append(job)
+        jobs.append(start(part))
 
 
 # ---------- in words

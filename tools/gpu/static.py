@@ -36,23 +36,24 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tools.gpu import kernel_costs
 from tools.gpu import seen_on_gpu
+from tools.gpu.plan import PRESETS
 from tools.run.cards import CARDS, Card
 
 if TYPE_CHECKING:  # imported by the process that measures, from the folder of --trainer
     from torch import Tensor
     from torch.library import Library
 
-    from train_gpt import Config, Stage, Team
+    from train_gpt import Config, Stage
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -61,9 +62,7 @@ LIBRARIES = ("torch_cuda", "c10_cuda", "torch_python", "torch_cpu", "caffe2_nvrt
 Note = Callable[..., None]  # Recorder.note()
 
 
-FP32 = 60e12  # FLOP/s of fp32 products on an H100
 NVLINK = 370e9  # bytes/s of a collective among 8 H100
-TYPES = {0: ("fp32", 4), 14: ("bf16", 2), 2: ("fp16", 2), 28: ("fp8", 1), 29: ("fp8", 1)}  # cudaDataType
 GIB = 2**30
 
 
@@ -159,31 +158,17 @@ class Recorder:
     def note(self, *words: object) -> None:
         self.library.static_note("\t".join(map(str, words)).encode())
 
-    def of(self, function: Callable[[], Any]) -> tuple[Any, list[list[str]], list[str]]:
-        """(what function returns, [[word]] of the lines that it wrote, [wait])"""
+    def of(self, function: Callable[[], Any]) -> tuple[list[list[str]], list[str]]:
+        """([[word]] of the lines that function() wrote, [wait])"""
         self.waits.clear()
         self.library.static_record(self.file.name.encode())
         try:
-            value = function()
+            function()
         finally:
             self.library.static_record(None)
         with open(self.file.name) as file:
             lines = [line.rstrip("\n").split("\t") for line in file]
-        return value, without_stand_ins(lines), [*self.waits]
-
-
-def without_stand_ins(lines: list[list[str]]) -> list[list[str]]:
-    """lines without the copies by which the fake process group stands for NCCL's kernels."""
-    kept = []
-    inside = False
-    for line in lines:
-        if line[0] == "collective":
-            inside = True
-        if line[0] == "collected":
-            inside = False
-        elif not inside or line[0] != "copy":
-            kept.append(line)
-    return kept
+        return lines, [*self.waits]
 
 
 def replace_attention(torch: ModuleType, note: Note) -> Library:
@@ -263,20 +248,20 @@ def in_documents(cfg: Config) -> bool:
     return bool(vars(cfg).get("max_doc_len", 0))
 
 
-def memory_plan(trainer: ModuleType, cfg: Config, team: Team) -> tuple[int, int]:
-    """(rows per micro-step that memory should hold, the estimate of bytes that they take)"""
-    from tools.run import machine, plan
+class Done:
+    """A collective that is over."""
 
-    free = trainer.torch.cuda.mem_get_info()[0]
-    here = machine.Machine(team.world_size, team.world_size, True, team.device, team.dtype, free, 1)
-    micro = plan.micro_batch(cfg, here)
-    return micro, plan.step_memory(cfg, here, micro)
+    def wait(self) -> None:
+        pass
 
 
 class Subject:
     """A trainer's model and optimizer on this GPU."""
 
-    def __init__(self, trainer: Any, torch: ModuleType, words: Sequence[str], ranks: int) -> None:
+    def __init__(self, trainer: Any, torch: ModuleType, settings: dict[str, str], ranks: int) -> None:
+        from tools.dev import bench  # they import the trainer
+        from tools.run import plan
+
         self.trainer = trainer
         self.torch = torch
         self.recorder = Recorder()
@@ -287,11 +272,15 @@ class Subject:
 
             torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
             env = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        # as flags, of which one that the recipe lacks is refused
+        words = [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
         cfg = trainer.load_config({}, words)
         cfg = trainer.replace(cfg, vocab_size=cfg.vocab_size or 1024, bos_id=cfg.bos_id or 1)
         team = trainer.Team(cfg, env)
         self.log: list[str] = []
-        micro, self.estimate = memory_plan(trainer, cfg, team)
+        machine = bench.machine_of(team)
+        micro = plan.micro_batch(cfg, machine)
+        self.estimate = plan.step_memory(cfg, machine, micro)  # bytes
         self.run = run = SimpleNamespace(cfg=cfg, team=team, log=self.add_to_log, micro=micro)
         run.kernels = cfg.choose_kernels(True, self.add_to_log)
         trainer.init_parameters = lambda *_: {}
@@ -302,7 +291,7 @@ class Subject:
             run.model = cfg.make_model(run.kernels)
         run.optimizer = cfg.optimizer()(run.model, cfg, team.rank, ranks, dtype=team.dtype)
         for name in ("reduce_scatter", "all_gather"):
-            self.note_collective(name)
+            setattr(trainer, name, partial(self.note_collective, name))
         update = run.optimizer.step
 
         def noted_update(*args: Any, **kwargs: Any) -> None:
@@ -315,18 +304,10 @@ class Subject:
     def add_to_log(self, *lines: str) -> None:
         self.log += lines
 
-    def note_collective(self, name: str) -> None:
-        """From now on this collective notes its bytes."""
-        real = getattr(self.trainer, name)
-        note = self.recorder.note
-
-        def call(out: Tensor, inp: Tensor, **kwargs: Any) -> Any:
-            note("collective", name, max(out.nbytes, inp.nbytes))
-            job = real(out, inp, **kwargs)
-            note("collected")
-            return job
-
-        setattr(self.trainer, name, call)
+    def note_collective(self, name: str, out: Tensor, inp: Tensor, **_: Any) -> Done:
+        """In the place of a collective. What it moves is counted apart: on a GPU NCCL's kernels do that."""
+        self.recorder.note("collective", name, max(out.nbytes, inp.nbytes))
+        return Done()
 
     def memory(self) -> dict[str, float]:
         """GiB at most since the last call: allocated, reserved."""
@@ -338,40 +319,27 @@ class Subject:
 
     def rehearse(self) -> dict[str, Any]:
         """Warmup: what was compiled, and how long that took."""
-        import triton
         from torch._dynamo.utils import counters
 
-        ptxas: dict[str, float] = {}  # kernel: longest seconds
-
-        def listen(src: Any, metadata: Any, times: Any, **_: Any) -> None:
-            seconds = dict(times.lowering_stages).get("cubin", 0) / 1e6
-            ptxas[src.name] = max(ptxas.get(src.name, 0.0), seconds)
-
-        triton.knobs.compilation.listener = listen
         self.memory()
         began = core_seconds()
-        _, lines, _ = self.recorder.of(lambda: self.trainer.warm_up(self.run))
+        lines, _ = self.recorder.of(lambda: self.trainer.warm_up(self.run))
         loaded = {tuple(line[1:]) for line in lines if line[0] == "load"}
-        slowest = max(ptxas.items(), key=lambda item: item[1], default=("none", 0.0))
         return dict(
             seconds=round(core_seconds() - began, 1),
-            compiled=self.run.loss_fn is not self.run.model,
             graphs=counters["stats"]["unique_graphs"],
             graph_breaks=sum(counters["graph_break"].values()),
             kernels=len(loaded),
             spilling=sorted(
                 [int(stack), int(registers), name] for name, registers, stack in loaded if int(stack)
             )[::-1],
-            slowest_ptxas=[slowest[0], round(slowest[1], 1)],
             refused=refusals(lines),
-            log=[line for line in self.log if line],
+            log=self.log,
             **self.memory(),
         )
 
     def stage(self, stage: Stage) -> dict[str, Any]:
         """Figures of a step of a stage: the mean over as many as Adam waits for."""
-        from tools.run import plan
-
         run = self.run
         cfg = self.run.cfg
         torch = self.torch
@@ -394,53 +362,39 @@ class Subject:
         before = counters["stats"]["unique_graphs"]
         steps()
         self.memory()
-        _, lines, waits = self.recorder.of(steps)
+        lines, waits = self.recorder.of(steps)
         memory = self.memory()
-        began = time.perf_counter()
-        steps()
-        host = 1e3 * (time.perf_counter() - began) / every
-        D = cfg.model_dim // cfg.num_heads
-        H = cfg.num_heads
-        flops = 3.5 * 4 * D * H * rows * every
-        flex = flops * window_pairs(cfg, stage)
         document = kernel_costs.DOCUMENT if in_documents(cfg) else 0
-        seen = flops * window_pairs(cfg, stage, document)
+        flex = 3.5 * 4 * cfg.model_dim * rows * every * window_pairs(cfg, stage, document)
         found = figures(lines, flex, every)
-        if run.team.device.type == "cuda" and os.environ.get("STATIC_NAME") == CARDS["h100"].name:
-            found |= kernel_costs.estimate(lines, seen, every)
+        if os.environ.get("STATIC_NAME") == CARDS["h100"].name:
+            found |= kernel_costs.estimate(lines, flex, every)
         return dict(
             T=T,
             rows=rows,
             micro_batch=micro,
-            window=plan.windows_of(cfg, stage, T).get("long_window", 0),
             **found,
             waits=waits,
-            host_ms=round(host, 1),
             recompiles=counters["stats"]["unique_graphs"] - before,
             **memory,
         )
 
     def evaluation(self) -> dict[str, Any]:
-        """A batch of val rows, twice."""
+        """A batch of val rows; the first one compiles."""
         run = self.run
         cfg = self.run.cfg
         T = cfg.eval_context or cfg.train_seq_len
         rows = max(1, cfg.val_batch_size // T)
         tokens = self.trainer.np.zeros(rows * T + 1, "<u2")
         places = [(n * T, n * T + 1, (n + 1) * T) for n in range(rows)]
-        began = time.perf_counter()
 
         def score() -> Any:
             return self.trainer.plain_nats(run.model, cfg, tokens, run.team, rows=places)
 
         score()
-        seconds = time.perf_counter() - began
         self.memory()
-        _, lines, _ = self.recorder.of(score)
-        found = figures(lines, 0, 1)
-        return dict(
-            T=T, rows=rows, seconds=round(seconds, 1), launches=found["launches"], **self.memory()
-        )
+        lines, _ = self.recorder.of(score)
+        return dict(T=T, rows=rows, launches=figures(lines, 0, 1)["launches"], **self.memory())
 
 
 def stage_name(cfg: Any, stage: Any) -> str:
@@ -465,39 +419,28 @@ def figures(lines: list[list[str]], flex_flop: float, steps: int) -> dict[str, A
     """What the lines of so many steps say of one step. flex_flop: of all of them."""
     name = os.environ.get("STATIC_NAME", CARDS["h100"].name)
     card = next(card for card in CARDS.values() if card.name == name)
-    kinds: collections.Counter[str] = collections.Counter()
+    kinds = collections.Counter([line[0] for line in lines])
     flop: dict[str, float] = collections.defaultdict(float)
     moved: dict[str, float] = collections.defaultdict(float)
     ms: dict[str, float] = collections.defaultdict(float)
-    # name: [bytes, launches, registers, stack]
-    kernels: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0, 0])
-    for kind, *words in lines:
-        kinds[kind] += 1
-        if kind == "gemm":
-            m, n, k, batch, a, out = map(int, words[2:8])
-            name, size = TYPES[a]
-            work = 2 * m * n * k * batch
-            data = batch * (size * (m * k + k * n) + TYPES[out][1] * m * n)
-            rate = {"fp8": card.fp8_products, "fp32": min(FP32, card.products)}.get(name) or card.products
-            flop[name] += work
-            ms["products " + name] += 1e3 * max(work / rate, data / card.memory)
-        elif kind == "attention":
-            B, H, T, D, K, causal = map(int, words[2:8])
-            passes = 1 if words[1] == "forward" else 2.5
-            flop["dense attention"] += 4 * B * H * T * K * D / (2 if causal else 1) * passes
-        elif kind == "bytes" and not ("flex" in words[0] and "_tem_" in words[0]):
-            moved["triton"] += int(words[1])
-            kernels[words[0]][0] += int(words[1])
-        elif kind == "memset":
-            moved["memset"] += int(words[0])
-        elif kind == "collective":
-            moved["collectives"] += int(words[1])
-        elif kind == "triton":
-            row = kernels[words[0]]
-            row[1:] = row[1] + 1, max(row[2], int(words[4])), max(row[3], int(words[5]))
-    ms["attention"] = 1e3 * flop["dense attention"] / card.attention
+    kernels: dict[str, list[kernel_costs.Launch]] = collections.defaultdict(list)  # of Triton
+    for launch in kernel_costs.launches(lines):
+        if launch.kernel == "product":
+            dtype = launch.family.removeprefix("products ")
+            rates = dict(fp8=card.fp8_products, fp32=min(kernel_costs.FP32, card.products))
+            seconds = max(launch.flop / (rates.get(dtype) or card.products), launch.size / card.memory)
+            flop[dtype] += launch.flop
+            ms[launch.family] += 1e3 * seconds
+        elif launch.kernel == "attention":
+            flop["dense attention"] += launch.flop
+        elif launch.kernel == "memset":
+            moved["memset"] += launch.size
+        elif launch.family != kernel_costs.TORCH:
+            moved["triton"] += launch.size
+            kernels[launch.kernel].append(launch)
     flop["flex attention"] = flex_flop
-    ms["attention"] += 1e3 * flex_flop / (0.8 * card.attention)
+    moved["collectives"] = sum([int(line[2]) for line in lines if line[0] == "collective"])
+    ms["attention"] = 1e3 * (flop["dense attention"] + flex_flop / 0.8) / card.attention
     ms["elementwise"] = 1e3 * (moved["triton"] + moved["memset"]) / card.memory
     launched = ("triton", "torch", "gemm", "attention", "copy", "memset")
     total = sum(ms.values()) / steps
@@ -509,20 +452,18 @@ def figures(lines: list[list[str]], flex_flop: float, steps: int) -> dict[str, A
         ms={name: round(value / steps, 2) for name, value in ms.items() if value},
         sum_ms=round(total, 1),
         collectives_ms=round(1e3 * moved["collectives"] / steps / NVLINK, 1),
-        registers=max((row[2] for row in kernels.values()), default=0),
-        spilled_bytes=max((row[3] for row in kernels.values()), default=0),
+        registers=max([its[0].registers for its in kernels.values()], default=0),
+        spilled_bytes=max([its[0].stack for its in kernels.values()], default=0),
         refused=refusals(lines),
-        largest=[
-            dict(
-                name=name,
-                GB=round(row[0] / steps / 1e9, 3),
-                launches=row[1] / steps,
-                registers=row[2],
-                stack=row[3],
-            )
-            for name, row in sorted(kernels.items(), key=lambda item: -item[1][0])
-        ],
+        largest=sorted([of_kernel(its, steps) for its in kernels.values()], key=lambda row: -row["GB"]),
     )
+
+
+def of_kernel(its: list[kernel_costs.Launch], steps: int) -> dict[str, Any]:
+    """What a step's launches of a Triton kernel move."""
+    size = sum([launch.size for launch in its])
+    return dict(name=its[0].kernel, GB=round(size / steps / 1e9, 3), launches=len(its) / steps,
+                registers=its[0].registers, stack=its[0].stack)  # fmt: skip
 
 
 def load_trainer(path: Path) -> ModuleType:
@@ -534,7 +475,7 @@ def load_trainer(path: Path) -> ModuleType:
     return trainer
 
 
-def measure(words: Sequence[str], ranks: int, trainer_path: Path) -> dict[str, Any]:
+def measure(settings: dict[str, str], ranks: int, trainer_path: Path) -> dict[str, Any]:
     """Everything about one preset, as a dict; in a process with the library in place."""
     import torch
     import torch._inductor.config as inductor
@@ -543,7 +484,7 @@ def measure(words: Sequence[str], ranks: int, trainer_path: Path) -> dict[str, A
     inductor.autotune_local_cache = False
     trainer = load_trainer(trainer_path)
     try:
-        subject = Subject(trainer, torch, words, ranks)
+        subject = Subject(trainer, torch, settings, ranks)
     except trainer.Refused as error:
         return dict(refused=str(error))
     run = subject.run
@@ -570,7 +511,6 @@ def measure(words: Sequence[str], ranks: int, trainer_path: Path) -> dict[str, A
 
 
 # ---------- the command
-LONGEST_PTXAS = 60  # seconds for one kernel
 # What the plan's estimate may be off from the peak: a part of it, and GiB
 MEMORY_ERROR = 0.15
 MEMORY_SLACK = 0.5
@@ -583,16 +523,10 @@ def problems(found: dict[str, Any]) -> list[str]:
     rehearsal = found["rehearsal"]
     stages = found["stages"]
     sentences = []
-    kernel, seconds = rehearsal["slowest_ptxas"]
     for place in (rehearsal, *stages.values()):
         sentences += [f"the GPU would refuse: {what}" for what in place["refused"]]
     if rehearsal["graph_breaks"]:
         sentences.append(f"{rehearsal['graph_breaks']} graph breaks")
-    if not rehearsal["compiled"]:
-        sentences.append("the step trains uncompiled")
-    sentences += [line for line in rehearsal["log"] if line.startswith("rehearsal: ")]
-    if seconds > LONGEST_PTXAS:
-        sentences.append(f"ptxas needs {seconds} s for {kernel}")
     for name, stage in stages.items():
         if stage["recompiles"]:
             sentences.append(f"step {name} compiles on the clock")
@@ -620,10 +554,10 @@ def report(title: str, found: dict[str, Any], kernels: int = 0) -> None:
         f"{found['micro_batch']}, memory by the plan {found['estimate_GiB']} GiB"
     )
     print(
-        f"  compiled:{rehearsal['compiled']} in {rehearsal['seconds']} core-s; graphs {rehearsal['graphs']}, "
-        f"breaks {rehearsal['graph_breaks']}; {rehearsal['kernels']} Triton kernels, longest ptxas "
-        f"{rehearsal['slowest_ptxas'][1]} s; with stack {len(rehearsal['spilling'])}; rehearsal "
-        f"{rehearsal['peak_GiB']} GiB, reserved {rehearsal['reserved_GiB']}"
+        f"  compiled in {rehearsal['seconds']} core-s; graphs {rehearsal['graphs']}, "
+        f"breaks {rehearsal['graph_breaks']}; {rehearsal['kernels']} Triton kernels, with stack "
+        f"{len(rehearsal['spilling'])}; warmup {rehearsal['peak_GiB']} GiB, reserved "
+        f"{rehearsal['reserved_GiB']}"
     )
     if found["dtype"] == "float32":
         print("  no bf16 on this card, so activations are fp32: no tensor cores, twice the memory")
@@ -633,8 +567,7 @@ def report(title: str, found: dict[str, Any], kernels: int = 0) -> None:
         print(
             f"  step {name}: {row['rows']} rows of {row['T']}, {row['micro_batch']} at a time; "
             f"{row['launches']} launches {row['kinds']}; recompiles {row['recompiles']}; "
-            f"waits {len(row['waits'])}; host {row['host_ms']} ms; peak {row['peak_GiB']} GiB, "
-            f"reserved {row['reserved_GiB']}"
+            f"waits {len(row['waits'])}; peak {row['peak_GiB']} GiB, reserved {row['reserved_GiB']}"
         )
         print(
             f"    TFLOP {row['TFLOP']}; GB {row['GB']}; most registers {row['registers']}, most stack "
@@ -670,14 +603,14 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     for place in sorted(old.keys() | new.keys()):
         a = old.get(place)
         b = new.get(place)
-        if a == b or place.endswith(("seconds", "host_ms", "largest")):
+        if a == b or place.endswith(("seconds", "largest")):
             continue
         both = all(isinstance(x, (int, float)) and x for x in (a, b))
         yield f"  {place}: {a} -> {b}" + (f" (x{b / a:.3f})" if both else "")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """-> the flags, with `presets` and `settings`, which are flags of train_gpt.py."""
+    """-> the flags, with `presets` and `given`, {NAME: value}."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -693,19 +626,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="of --run")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # file to write a preset's figures to, in a child
     args = parser.parse_args(argv)
-    args.settings = [
-        f"--{name.lower().replace('_', '-')}={value}"
-        for name, _, value in (word.partition("=") for word in args.words if "=" in word)
-    ]
     args.given = dict([word.split("=", 1) for word in args.words if "=" in word])
     args.presets = [word for word in args.words if "=" not in word]
     if not args.presets:
-        args.presets = EVERY_PRESET if args.run else ["golf", "speedrun", "gpt2"]
+        args.presets = [*PRESETS] if args.run else ["golf", "speedrun", "gpt2"]
     return args
 
 
 PARTS = ["steps", "main"]  # of --run
-EVERY_PRESET = ["tiny", "golf", "speedrun", "gpt2", "golf_plus", "gpt2_plus", "speedrun_plus"]
 
 
 def in_a_process(
@@ -717,7 +645,7 @@ def in_a_process(
     out.unlink(missing_ok=True)
     words = [
         preset,
-        *(word for word in args.words if "=" in word),
+        *[f"{name}={value}" for name, value in args.given.items()],
         "--ranks",
         str(ranks),
         "--trainer",
@@ -754,11 +682,12 @@ def one_preset(args: argparse.Namespace) -> None:
     preset = args.presets[0]
     path = args.trainer / "train_gpt.py"
     if args.run:
-        from tools.gpu import emulated_run
+        trainer = load_trainer(path.resolve())
+        from tools.gpu import emulated_run  # imports the trainer
 
-        found = emulated_run.check(load_trainer(path.resolve()), preset, args.given, args.parts)
+        found = emulated_run.check(trainer, preset, args.given, args.parts)
     else:
-        found = measure([f"--preset={preset}", *args.settings], args.ranks[0], path)
+        found = measure(dict(PRESET=preset) | args.given, args.ranks[0], path)
     Path(args.one).write_text(json.dumps(found))
     os._exit(0)  # torch's own end would ask the driver for what is not there
 
@@ -783,7 +712,7 @@ def unseen(operators: Sequence[tuple[str, Sequence[str], str]]) -> list[str]:
     found = []
     for name, dtypes, line in operators:
         if seen_on_gpu.launches(name) and not seen_on_gpu.seen(name, tuple(dtypes)):
-            found.append(f"{name}({', '.join(dict.fromkeys(dtypes))}) at {line}")
+            found.append(f"{name}({', '.join(dtypes)}) at {line}")
     return found
 
 
@@ -802,8 +731,9 @@ def main(argv: Sequence[str]) -> int:
         library = build(folder)
         if args.run:
             args.ranks = [1]
+        words = [f"{name}={value}" for name, value in args.given.items()]
         for preset, gpu, ranks in runs(args):
-            title = " ".join([preset, *args.settings, f"on {ranks} x {gpu}"])
+            title = " ".join([preset, *words, f"on {ranks} x {gpu}"])
             results[title] = in_a_process(args, preset, gpu, ranks, library, folder)
             if args.run:
                 report_run(title, results[title])
