@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import re
+import shutil
 import sys
 import time
 from datetime import timedelta
@@ -35,6 +36,26 @@ def tiny_data(tmp_path_factory):
     root = tmp_path_factory.mktemp("tiny_data")
     helpers.write_toy_data(root)
     return root
+
+
+@pytest.fixture
+def workplace(tiny_data, tmp_path, monkeypatch):
+    """A copy of tiny_data that a test may damage, as the current folder."""
+    shutil.copytree(tiny_data / "data", tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def smaller():
+    """A tokenizer of 400 pieces."""
+    return helpers.train_tokenizer(helpers.library_documents(60_000), 400)
+
+
+@pytest.fixture(scope="session")
+def other_512():
+    """A tokenizer of 512 pieces that the toy dataset does not have. Its bytes of val are other ones."""
+    return helpers.train_tokenizer([text.upper() for text in helpers.library_documents(60_000)], 512)
 
 
 @pytest.fixture(scope="module")

@@ -568,14 +568,6 @@ def test_frontier_sizes(speedrun_frontier):
     assert counts == size["parameters"]
 
 
-def entry_of(golden, kind):
-    """The entry of `init` for a kind of our parameters: blocks.i.query/key (10 layers)."""
-    init = golden.json("init")
-    found = [about for key, about in init.items() if kind in re.split(r"[./]", key.split(" ")[0])]
-    assert len(found) == 1, kind
-    return found[0]
-
-
 def test_frontier_first_values_optimizers_and_rates(speedrun_frontier):
     """Of every kind of parameter at full size."""
     golden = speedrun_frontier
@@ -595,7 +587,7 @@ def test_frontier_first_values_optimizers_and_rates(speedrun_frontier):
     assert torch.equal(values["embed"], values["head"])
     for kind, shape in shapes.items():
         row = rows[kind]
-        about = entry_of(golden, kind)
+        about = golden.entry(kind)
         muon = row.optimizer == "muon"
         lr = row.lr
         if muon:

@@ -3,6 +3,7 @@ settings, a terminal."""
 
 import fcntl
 import hashlib
+import importlib.util
 import io
 import json
 import math
@@ -140,6 +141,46 @@ def write_toy_data(root):
                   sum(len(text.encode()) for text in val))
 
 
+# Ways to damage the toy dataset, in the current folder
+DATA = Path("data/datasets/toy")
+MODEL = Path("data/tokenizers/toy.model")
+MANIFEST = DATA / "manifest.json"
+VAL, TRAIN, LATER = (DATA / f"toy_{name}.bin" for name in ("val_000000", "train_000000", "train_000001"))
+
+
+def edit_manifest(**changes):
+    """Lay changes over manifest.json; a function gets the old value."""
+    manifest = json.loads(MANIFEST.read_text())
+    for key, value in changes.items():
+        manifest[key] = value(manifest[key]) if callable(value) else value
+    MANIFEST.write_text(json.dumps(manifest))
+
+
+def patch(path, place, content):
+    raw = bytearray(path.read_bytes())
+    raw[place:place + len(content)] = content
+    path.write_bytes(raw)
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def rewrite_tokens(path, tokens):
+    """Another shard at path, and a manifest that agrees."""
+    entry = write_shard(path, tokens)
+    edit_manifest(files=lambda files: [f | entry if f["path"] == entry["path"] else f for f in files])
+
+
+def set_tokenizer(**changes):
+    edit_manifest(tokenizer=lambda about: about | changes)
+
+
+def other_tokenizer(model):
+    MODEL.write_bytes(model)
+    set_tokenizer(sha256=hashlib.sha256(model).hexdigest())
+
+
 def toy_of(preset, **settings):
     """TOY for another preset, without what that lacks, with settings laid over it."""
     import train_gpt
@@ -180,6 +221,23 @@ def add_gradients(optimizer, gradients, micro_steps=1):
     names = [name for bank in optimizer.banks for name in bank.names]
     loss = sum((p * gradients[name]).sum() for p, name in zip(optimizer.params, names))
     optimizer.backward(loss, micro_steps)
+
+
+def planted(folder, old="", new=""):
+    """The path of a train_gpt.py with one change, in a folder."""
+    source = SCRIPT.read_text(encoding="utf-8")
+    assert not old or source.count(old) == 1, old
+    path = Path(folder, "train_gpt.py")
+    path.write_text(source.replace(old, new) if old else source, encoding="utf-8")
+    return path
+
+
+def load_module(path, name):
+    """A file as a module of that name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def fake_team(rank=0, world_size=1):

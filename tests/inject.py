@@ -60,7 +60,7 @@ ACTIONS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": hang,
     "pause": signal.pause,      # until a signal comes
-    "sleep": lambda: time.sleep(8),
+    "sleep": lambda: time.sleep(5),
     "raise": lambda: fail(RuntimeError("an injected mistake")),
     "oom": lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
     "full": lambda: fail(OSError(errno.ENOSPC, "No space left on device")),

@@ -1,8 +1,6 @@
 """Bad input to the trainer itself: one clear sentence and exit 2 before training; what breaks later: one
 sentence and exit 1. What ./run.sh finds besides, by a look at all of the data: tests/test_preflight.py."""
 import errno
-import fcntl
-import hashlib
 import io
 import json
 import os
@@ -17,22 +15,12 @@ import torch
 
 import helpers
 import train_gpt
-from helpers import TOY, run_cli, toy_config, toy_of, write_shard
+from helpers import (
+    DATA, LATER, MANIFEST, MODEL, TOY, TRAIN, VAL, cut, edit_manifest, other_tokenizer, patch, rewrite_tokens,
+    run_cli, toy_config, toy_of, write_shard)
 
-DATA = Path("data/datasets/toy")
-MODEL = Path("data/tokenizers/toy.model")
-MANIFEST = DATA / "manifest.json"
-VAL, TRAIN, LATER = (DATA / f"toy_{name}.bin" for name in ("val_000000", "train_000000", "train_000001"))
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def workplace(tiny_data, tmp_path, monkeypatch):
-    """A copy of tiny_data that a test may damage, as the current folder."""
-    shutil.copytree(tiny_data / "data", tmp_path / "data")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -43,49 +31,12 @@ def artifact(tiny_data):
     return zlib.compress(train_gpt.pack_artifact(model))
 
 
-@pytest.fixture(scope="module")
-def smaller():
-    """A tokenizer of 400 pieces."""
-    return helpers.train_tokenizer(helpers.library_documents(60_000), 400)
-
-
 # -------------------------------------------------------------------------------- ways to damage data
-def edit_manifest(**changes):
-    """Lay changes over manifest.json; a function gets the old value."""
-    manifest = json.loads(MANIFEST.read_text())
-    for key, value in changes.items():
-        manifest[key] = value(manifest[key]) if callable(value) else value
-    MANIFEST.write_text(json.dumps(manifest))
-
-
-def set_tokenizer(**changes):
-    edit_manifest(tokenizer=lambda about: about | changes)
-
-
-def patch(path, place, content):
-    raw = bytearray(path.read_bytes())
-    raw[place:place + len(content)] = content
-    path.write_bytes(raw)
-
-
-def cut(path, size):
-    path.write_bytes(path.read_bytes()[:size])
 
 
 def token_512(path):
     """A token outside the vocabulary."""
     patch(path, 1024 + 2 * 777, b"\x00\x02")
-
-
-def rewrite_tokens(path, tokens):
-    """Another shard at path, and a manifest that agrees."""
-    entry = write_shard(path, tokens)
-    edit_manifest(files=lambda files: [f | entry if f["path"] == entry["path"] else f for f in files])
-
-
-def other_tokenizer(model):
-    MODEL.write_bytes(model)
-    set_tokenizer(sha256=hashlib.sha256(model).hexdigest())
 
 
 # What is done to the data (s: the smaller tokenizer), what the sentence holds, constants. tests/test_fuzz.py
@@ -412,12 +363,6 @@ OTHER_DATA = {  # how the dataset is prepared again under its name, what the sen
     "other val": (lambda s: other_val(), "val tokens or tokenizer")}
 
 
-@pytest.fixture(scope="module")
-def other_512():
-    """A tokenizer of 512 pieces that the toy dataset does not have. Its bytes of val are other ones."""
-    return helpers.train_tokenizer([text.upper() for text in helpers.library_documents(60_000)], 512)
-
-
 @pytest.mark.parametrize("case", OTHER_DATA)
 def test_a_resumed_run_refuses_other_data(case, other_512, stopped, capsys):
     change, names = OTHER_DATA[case]
@@ -474,27 +419,6 @@ def test_models_that_do_not_say_what_they_were_trained_on(scored, capsys):
 
 
 # -------------------------------------------------------------------------------- a folder that is in use
-@pytest.fixture
-def busy(stopped):
-    """The run's folder as a process has it that still trains; close it to end that."""
-    place = os.open("logs/first/train.log", os.O_RDONLY)
-    fcntl.flock(place, fcntl.LOCK_EX)
-    yield lambda: os.close(place)
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-
-@pytest.mark.parametrize("argv", [[], ["--save-every=1"]])
-def test_a_run_that_still_trains_is_not_resumed(argv, busy, capsys):
-    before = contents("logs/first")
-    code, said = call(capsys, dict(RESUME="first"), *argv)
-    assert code == 2 and said.endswith(
-        "train_gpt: logs/first belongs to a run that is still going: stop that or wait for its end\n")
-    assert contents("logs/first") == before
-    busy()
-    assert resumed(capsys)[0] == 0
 
 
 def test_a_running_trainer_holds_its_folder(stopped, capsys, monkeypatch):
@@ -526,16 +450,15 @@ def test_a_file_system_without_locks(stopped, capsys, monkeypatch):
     assert resumed(capsys)[0] == 0
 
 
-@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
-def test_a_signal_in_training_saves_a_checkpoint(sent, workplace, capsys, monkeypatch):
-    """USR1 is what Slurm can send before a job's time is up."""
+def test_the_end_of_a_slurm_job_saves_a_checkpoint(workplace, capsys, monkeypatch):
+    """USR1 is what Slurm can send before a job's time is up. Other signals: test_faults.py."""
     steps = []
     step = train_gpt.train_step
 
     def train_step(*args):
         steps.append(1)
         if len(steps) == 5:     # two of the warmup
-            os.kill(os.getpid(), sent)
+            os.kill(os.getpid(), signal.SIGUSR1)
         return step(*args)
 
     monkeypatch.setattr(train_gpt, "train_step", train_step)

@@ -55,13 +55,6 @@ def test_an_old_python_by_hand(tmp_path):
     assert re.fullmatch(said, done.stderr), done.stderr
 
 
-def test_a_home_that_cannot_be_written(place):
-    """Nothing needs it. A folder that cannot exist stands for it, as root may write anywhere."""
-    done = run(place, sys.executable, *LAUNCH, HOME="/proc/nowhere")
-    assert done.code == 0 and "Traceback" not in done.out + done.err, done.err
-    assert (place / "logs/r/loss.png").exists()
-
-
 def test_no_git(monkeypatch):
     """A record says that its script is not committed."""
     def run(command, **_):
@@ -71,6 +64,7 @@ def test_no_git(monkeypatch):
     assert scripts.git_commit(b"x", "tiny") == "not committed"
 
 
+@pytest.mark.slow
 def test_no_git_and_no_nvidia_smi_for_a_run(place):
     """run.sh asks for neither."""
     bare = place / "bin"

@@ -49,24 +49,6 @@ def test_arms_step_in_turn(toy_folder, monkeypatch, capsys):
         assert tokens / float(milliseconds) * 1e3 == pytest.approx(int(rate.replace(",", "")), rel=0.01)
 
 
-@torch._dynamo.config.patch(recompile_limit=8)
-def test_arms_of_the_last_trainer_with_a_saver(toy_folder, capsys):
-    """The same recipe on both sides, whose losses agree after the same steps."""
-    settings = {name: value for name, value in TOY.items() if name in bench.names_of(train_gpt)}
-    trainers = [bench.load_trainer(WITH_SAVER), train_gpt]
-    losses = []
-    for trainer in trainers:
-        known = {name: value for name, value in settings.items() if name in bench.names_of(trainer)}
-        run, _ = bench.prepare(known, 4, trainer)
-        step = bench.step_function(trainer, run)
-        for _ in range(4):
-            step(run.loader.next(run.cfg.train_batch_tokens))
-        losses.append([value.double().norm().item() for value in run.optimizer.weights().values()])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) > 20
-    bench.arms_table(settings, [f"before={WITH_SAVER}", "after="], steps=2, skipped=1)
-    assert capsys.readouterr().out.count(" ms a step ") == 2
-
-
 @pytest.mark.parametrize("words", [
     ["--arm", "a=", "--steps=1"], ["--repeats=0"]])
 def test_too_few_steps_are_refused(words, monkeypatch, capsys):

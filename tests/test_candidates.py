@@ -4,7 +4,7 @@ import itertools
 import re
 import threading
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from helpers import TOY, shard_file
@@ -108,15 +107,6 @@ def test_counts_are_those_of_documents(training):
             assert given[t] == wanted, (context, t)
 
 
-def test_a_document_of_its_own_says_nothing():
-    """In training; what only the document at hand has is no candidate there, and is one elsewhere."""
-    text = np.array([1, 5, 6, 7, 5, 5, 4, 1, 8, 9, 8], np.uint16)
-    counts = counted(replace(CFG, count_orders=(2,), count_words=(0,)), text)
-    row = torch.from_numpy(text.astype(np.int64))[None]
-    assert {*found_by(counts, row[:, :-1], row[:, 1:])[0]} == {None}
-    assert found_by(counts, row[:, 1:3])[0][1] == (7, 3)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_lists_are_those_of_documents(training):
     """Every next token of an n-gram with its documents: how many there are, their sum, those of the target.
@@ -183,14 +173,6 @@ def test_words_are_counted_across_chunks(monkeypatch):
     assert torch.equal(whole.tables, parts.tables) and torch.equal(whole.lists, parts.lists)
 
 
-@pytest.mark.parametrize("length", range(6))
-def test_words_of_short_texts(length):
-    cfg = replace(CFG, count_orders=(0,))
-    tables = counted(cfg, np.full(length, BOS, np.uint16)).tables
-    assert (tables != 0).sum(1).tolist() == [
-        int(length > words) for words in (1, 3, 3)]
-
-
 def test_counts_of_short_and_extreme_texts():
     """No n-gram fits in; all tokens alike; tokens above 32,767; more documents than 16 bits hold."""
     cfg = replace(CFG, vocab_size=65_536, count_words=(0,))
@@ -201,26 +183,6 @@ def test_counts_of_short_and_extreme_texts():
     assert (counted(cfg, np.full(1000, BOS, np.uint16)).tables != 0).sum(1).tolist() == [1, 1, 1]
     text = np.tile(np.array([BOS, 40_000, 65_535], np.uint16), 70_000)
     assert found_by(counted(cfg, text), after_pair)[1][1] == (65_535, 15)
-
-
-class Calls(TorchDispatchMode):
-    """Counts the operators that are called."""
-    number = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.number += 1
-        return function(*args, **(kwargs or {}))
-
-
-def test_counting_calls_few_operators():
-    """In a million tokens; chunks of 65,536 call 3,000, and each holds Python's lock for a while."""
-    counts = NgramCounts(CFG)
-    counts.starts.copy_(some_starts(CFG.vocab_size))
-    text = torch.from_numpy(some_text(1 << 20))
-    with Calls() as calls:
-        for _ in counts.occurrences(text, torch.zeros(len(text), dtype=torch.int16)):
-            pass
-    assert 300 < calls.number < 1000
 
 
 def test_a_chunk_is_counted_by_one_thread(monkeypatch):
@@ -258,20 +220,6 @@ def threads_of_a_new_one():
     return found[0]
 
 
-def test_threads_are_as_before_when_counting_fails(monkeypatch):
-    def fails(seen):
-        raise MemoryError
-
-    monkeypatch.setattr(train_gpt, "ngram_lists", fails)
-    torch.set_num_threads(3)
-    try:
-        with pytest.raises(MemoryError):
-            counted(CFG, some_text(2_001))
-        assert threads_of_a_new_one() == torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_counts_do_not_depend_on_the_threads(threads):
     text = some_text(70_001)  # more than a chunk, and enough for torch to sort with several threads
@@ -301,17 +249,6 @@ def test_no_memory_to_count(error, monkeypatch):
         make_model(CFG).build(run, fresh=False)
 
 
-def test_a_second_text_replaces_the_first():
-    one, two = (some_text(seed=seed) for seed in (3, 4))
-    counts = counted(CFG, one)
-    before = counts.stored()["counts.text"].clone()
-    counts.count(two)
-    assert torch.equal(counts.tables, counted(CFG, two).tables)
-    assert counts.most_next == counted(CFG, two).most_next
-    assert zlib.decompress(before.numpy()) == one.tobytes()
-    assert zlib.decompress(counts.stored()["counts.text"].numpy()) == two.tobytes()
-
-
 def test_copies_are_what_the_row_had():
     rows = torch.from_numpy(some_text(1200).astype(np.int64)).view(4, 300)
     seen = Counter()
@@ -325,27 +262,6 @@ def test_copies_are_what_the_row_had():
             assert found[t] == wanted, (i, t)
             seen[found[t] and found[t][1]] += 1
     assert min(seen[c] for c in (None, 0, 1, 2, 16, 17, 18, 32)) > 2
-
-
-def test_matches_are_what_the_row_had():
-    """How often the n-gram came, how many different tokens came after it, how often the one that comes."""
-    row = some_text(300).astype(np.int64)
-    found = row_matches(torch.from_numpy(row)[None], (1, 2, 5))
-    for i, n in enumerate((1, 2, 5)):
-        earlier = defaultdict(Counter)
-        for t in range(len(row) - 1):
-            after = earlier[tuple(row[t + 1 - n:t + 1].tolist())] if t + 1 >= n else Counter()
-            got = [int(x[i, 0, t]) for x in (found.total, found.size, found.next_count)]
-            assert got == [after.total(), len(after), after[int(row[t + 1])]], (n, t)
-            after[int(row[t + 1])] += 1
-
-
-def test_the_rows_of_a_batch_do_not_see_one_another():
-    rows = torch.from_numpy(some_text(1200).astype(np.int64)).view(4, 300)
-    together = row_matches(rows, (1, 3))
-    for i in range(4):
-        alone = row_matches(rows[i:i + 1], (1, 3))
-        assert all(torch.equal(a[:, i:i + 1], b) for a, b in zip(together, alone))
 
 
 def test_keys_tell_ngrams_apart():
@@ -368,7 +284,7 @@ def test_a_full_table_says_nothing_wrong():
 
 
 # ------------------------------------------------------------ in the model
-def test_rows_and_their_embedding():
+def test_rows_of_candidates():
     """Each context that is counted is a source, the longest of the copies another one: vocab_size rows of one
     table and CLASSES for each order of the other; the last row: no candidate."""
     model = randomised(CFG)
@@ -379,7 +295,6 @@ def test_rows_and_their_embedding():
     found = [train_gpt.text_candidates(text), train_gpt.row_candidate(row)]
     sources = [[x[i] for x in source] for source in found for i in range(len(source[0]))]
     assert rows.shape == (2, 24, 2, 7) and model.classes == 2 * CLASSES
-    total = torch.zeros(2, 24, CFG.model_dim)
     kinds = Counter()
     for (i, (there, token, sure)), b, t in itertools.product(enumerate(sources), range(2), range(24)):
         a = 7 * CFG.vocab_size
@@ -388,30 +303,8 @@ def test_rows_and_their_embedding():
             a = i * CFG.vocab_size + int(token[b, t])
             c = i * model.classes + int(sure[b, t])
         assert rows[b, t, :, i].tolist() == [a, c]
-        total[b, t] += model.candidate_embed[a] * model.class_scale[c] + model.class_embed[c]
         kinds[c // 16] += 1
     assert len(kinds) > 4
-    whole = model.embed[tokens] + model.bigram_embed[train_gpt.bigram_ids(tokens, CFG.bigram_rows)] + total
-    got = model.embedded(tokens, [rows], torch.float32)
-    assert torch.allclose(got, train_gpt.rms_norm(whole), atol=1e-5)
-
-
-def test_no_candidate_depends_on_what_comes():
-    model = randomised(CFG)
-    tokens = some_tokens(CFG, 1, 24)
-    model.counts.count(some_text())
-    whole = log_probs(model, tokens)
-    for t in range(1, 24):
-        assert torch.allclose(log_probs(model, tokens[:, :t]), whole[:, :t], atol=1e-4)
-
-
-def test_without_orders_nothing_is_there():
-    for off in (dict(count_orders=(0,), count_words=(0,), copy_orders=(0,)), dict(memory=False)):
-        model = make_model(replace(CFG, **off))
-        tokens = some_tokens(CFG, 1, 8)
-        assert model.candidates(tokens, tokens) == [] and not model.counts.stored()
-        assert not any("candidate" in name or "class" in name or "gate" in name
-                       for name, _ in model.named_parameters())
 
 
 @torch.no_grad()
@@ -471,15 +364,6 @@ def test_the_own_distribution_has_a_loss_of_its_own():
     assert found[0.0][0].item() == pytest.approx(found[3.0][0].item()) and added.abs().max() > 1e-3
     torch.testing.assert_close(found[3.0][1], found[0.0][1] + 3 * added)
     assert found[0.0][2].abs().max() > 1e-6
-
-
-@torch.no_grad()
-def test_without_a_mixture():
-    model = randomised(replace(CFG, mixture=False))
-    tokens = some_tokens(CFG, 1, 24)
-    model.counts.count(some_text())
-    assert model.hidden(tokens, make_context(model, 24)).shape == (1, 24, CFG.model_dim)
-    assert len(model.candidates(tokens, tokens)) == 1 and model.gate_weight is None
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import TOY, fake_run, toy_of, write_shard
+from helpers import TOY, fake_run, slow_but, toy_of, write_shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -106,7 +106,12 @@ NOT_COUNTED = {
 }
 
 
-@pytest.mark.parametrize("what", [*COUNTED, *NOT_COUNTED])
+FEW = ["the agreement on the time", "the count of n-grams", "the batch", "forward and backward",
+       "the optimizer", "the context", "validation", "the last validation", "CORE", "a checkpoint",
+       "the checkpoint of the end", "warmup", "the artifact"]
+
+
+@pytest.mark.parametrize("what", slow_but(FEW, [*COUNTED, *NOT_COUNTED]))
 def test_only_what_the_contract_names_pauses_the_clock(what, train, paced, monkeypatch):
     place, name, when, settings = (COUNTED | NOT_COUNTED)[what]
     clock = paced()
@@ -139,33 +144,6 @@ def test_a_part_of_val_is_scored_on_the_way(train):
     assert "evaluating val_loss" not in done.log.partition("val_part")[0]
 
 
-@pytest.mark.parametrize("stride, firsts, loss", [
-    (0, [1, 5121, 10241, 15361], "2.5000"),
-    (256, [1, 2817, 5377, 7937, 10497, 13057, 15617, 18177], "2.4444")])
-def test_a_part_of_val_comes_from_all_of_it(monkeypatch, stride, firsts, loss):
-    """Rows of 512 tokens, evenly spaced: 4 of 40; 8 of 79 where each but the first scores 256 targets."""
-    scored = []
-    said = []
-
-    def plain_nats(model, cfg, tokens, team, rows):
-        nats = np.zeros(len(tokens))
-        scored.extend(rows)
-        for _, first, last in rows:
-            nats[first:last + 1] = 2 + (first > 10_000)
-        return nats
-
-    def say(line, **event):
-        said.append(line)
-        assert line == "val_part step:{step} val_loss:{val_loss:.4f}".format(**event)
-
-    monkeypatch.setattr(train_gpt, "plain_nats", plain_nats)
-    cfg = train_gpt.preset_config("tiny", dict(train_seq_len=512, val_part=2048, eval_stride=stride))
-    data = SimpleNamespace(val=np.zeros(40 * 512 + 1, np.uint16))
-    train_gpt.score_part(None, cfg, data, SimpleNamespace(on_gpu=False), say, 50)
-    assert [first for _, first, _ in scored] == firsts
-    assert said == [f"val_part step:50 val_loss:{loss}"]
-
-
 def test_a_clock_that_is_set_means_nothing(train, monkeypatch):
     """The wall clock jumps by a day at each look: no time, schedule or result depends on it."""
     plain = train(SIX, MAX_WALLCLOCK_SECONDS="3000")
@@ -195,7 +173,7 @@ def test_a_run_ends_before_its_cap(train, paced):
     assert done.result["step_ms"] == dict(p50=125, p95=125, max=125)
 
 
-@pytest.mark.parametrize("save_every", [0, 1, 5, 23])
+@pytest.mark.parametrize("save_every", [1, 5])
 def test_checkpoints_take_no_time_of_the_cap(save_every, train, paced, monkeypatch):
     """Nor do they count as slow steps, after which fewer would seem to fit."""
     clock = paced()
@@ -248,34 +226,22 @@ def test_mean_loss_goes_on_in_a_resumed_run(train, interrupted):
 
 
 def test_the_garbage_collector_is_off_on_the_clock(train, monkeypatch):
-    """It runs at validations, and as before once training is over."""
+    """It runs before the clock and at validations, such as one in the middle, and as before once training is
+    over."""
     step = train_gpt.train_step
+    collect = gc.collect
     when = []
+    collected = []
 
     def train_step(*args):
         when.append(gc.isenabled())
         return step(*args)
 
     monkeypatch.setattr(train_gpt, "train_step", train_step)
-    assert train(SIX).code == 0
+    monkeypatch.setattr(gc, "collect", lambda *args: collected.append(len(when)) or collect(*args))
+    assert train(SIX, VAL_LOSS_EVERY="3").code == 0
     assert when == [True, True] + [False] * 6 and gc.isenabled()    # two steps of the warmup
-
-
-@pytest.mark.parametrize("settings", [
-    dict(VAL_LOSS_EVERY="3"), dict(VAL_PART_EVERY="3"), dict(SAVE_EVERY="3")])
-def test_garbage_is_collected_in_every_pause(settings, train, monkeypatch):
-    """After a validation, a part of val and a checkpoint, in the middle of the run."""
-    step = train_gpt.train_step
-    collect = gc.collect
-    made = []
-    collected = []
-    monkeypatch.setattr(train_gpt, "train_step", lambda *args: made.append(1) or step(*args))
-    monkeypatch.setattr(gc, "collect", lambda *args: collected.append(len(made)) or collect(*args))
-    middle = 2 + 3      # the warmup has two steps
-    assert train(SIX, **settings).code == 0 and middle in collected
-    collected.clear()
-    made.clear()
-    assert train(SIX).code == 0 and 2 in collected and middle not in collected     # before the clock, too
+    assert {2, 2 + 3} <= {*collected}
 
 
 def test_checkpoints_by_the_clock(train, paced, monkeypatch):
@@ -483,10 +449,10 @@ def test_an_early_pause_ends_no_run_early(pauses, on_gpu, monkeypatch):
     assert least <= left < (4 * 0.7 + 0.3 if on_gpu else 2 * 0.7), left
 
 
-@pytest.mark.parametrize("every", [2, 3, 5, 7])
+@pytest.mark.parametrize("every", [2, 3, 5])
 def test_slow_steps_that_come_back_are_no_pauses(every, monkeypatch):
     """The cap holds whatever it is, once three of them were seen: fewer than 20 laps are known."""
-    for tenths in range(16 * every, 26 * every):
+    for tenths in range(16 * every, 26 * every, 3):
         device = Device(lambda step, _: 0.4 if step % every == every - 1 else 0.1, False)
         cap = tenths * (0.4 + 0.1 * (every - 1)) / every / 5 + 0.005
         report, _ = run_on(device, monkeypatch, max_wallclock_seconds=cap, iterations=10**6)
@@ -511,22 +477,6 @@ def test_learning_rates_follow_the_time(slowdown, monkeypatch):
                      lr_schedule=(1.0, 3.0), lr_switches=(0.0, 0.5), **settings)
     assert all(factor == (1.0 if progress < 0.5 else 3.0) for _, progress, factor in seen)
     assert {factor for *_, factor in seen} == {1.0, 3.0}
-
-
-@pytest.mark.parametrize("iterations", [60, 10**5])
-@pytest.mark.parametrize("warmdown", [4, 20, 3000])
-def test_a_warmdown_in_steps_follows_the_clock(warmdown, iterations, monkeypatch):
-    """... and not the number of steps: LR is the part of the warmdown for which there is time at the pace so
-    far; all of them fall if that is more than the run has."""
-    cap = 3.0
-    lap = 0.0625
-    _, seen = run_on(Device(lambda *_: lap, False), monkeypatch, preset="golf", warmdown_iters=warmdown,
-                     max_wallclock_seconds=cap, iterations=iterations)
-    assert len(seen) > 40 and seen[0][2] == 1.0, "nothing is known of the pace"
-    for step, progress, factor in seen[1:]:
-        assert progress == pytest.approx(step * lap / cap)
-        assert factor == pytest.approx(min(1, (cap / lap - step) / warmdown))
-    assert (seen[1][2] < 1) == (warmdown == 3000) and seen[-1][2] < 1
 
 
 def test_a_gpu_run_with_a_cap_is_few_steps_ahead(monkeypatch):

@@ -68,7 +68,9 @@ def checkout(tiny_data, tmp_path):
     home = tmp_path / "train gpt"
     (home / ".venv/bin").mkdir(parents=True)
     (home / "docs").mkdir()
-    (home / "data").symlink_to(tiny_data / "data")
+    (home / "data").mkdir()
+    for path in [*ROOT.glob("data/*.py"), *(tiny_data / "data").iterdir()]:
+        (home / "data" / path.name).symlink_to(path)
     for name in ("train_gpt.py", "tools", "records"):
         (home / name).symlink_to(ROOT / name)
     (home / "docs/cluster").symlink_to(ROOT / "docs/cluster")

@@ -15,10 +15,9 @@ import train_gpt
 from core_reference import (
     LABELS, crop, example_spans, mean_losses, pick_of, prompts, read_bundle, reference_core, reference_picks,
     shuffled, write_bundle)
-from helpers import ROOT, fake_team, init_parameters, slow_but, toy_config, toy_of
+from helpers import fake_team, init_parameters, slow_but, toy_config, toy_of
 from train_gpt import Refused, log_probs, pick_options, prompt_rows, read_tasks
 
-REAL = ROOT.parent / "shared" / "core_bundle"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -395,17 +394,6 @@ def test_picks_of_equal_losses(toy, bundle):
         assert task["kind"] != "language_modeling" or {*picks} == {-1}
     assert not model.head.any() and all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.skipif(not REAL.is_dir(), reason="no shared/core_bundle beside the repository")
-def test_picks_on_real_tasks(toy):
-    """The first 25 examples of published tasks."""
-    cfg = replace(toy.cfg, num_layers=3, window_pattern="SSL", window_schedule=(48,))
-    for mine, task in zip(read_tasks(REAL, 25), read_bundle(REAL), strict=True):
-        model = taught_model(cfg, 4, toy, [task], 25)
-        picks = assert_same_picks(toy, model, mine, task, 25, ranks=2)
-        assert mine.label == task["label"] and len(picks) == 25 and len(set(picks)) > 1
-        assert (-1 in picks) == (task["kind"] == "language_modeling")
 
 
 # -------------------------------------------------------------------------------- the metric

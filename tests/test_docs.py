@@ -57,7 +57,8 @@ def commands_in(text):
     return [line for line in (re.sub(r"\s+#.*", "", line).strip() for line in lines) if line]
 
 
-LONG = ("README.md Is it better, or luck?", "docs/first_change.md Your first change",
+LONG = ("README.md Is it better, or luck?", "README.md Stop and resume", "docs/running.md The large presets",
+        "docs/own_text.md Your own text", "docs/first_change.md Your first change",
         "docs/first_gpu.md The first run on rented GPUs")
 
 
@@ -212,12 +213,6 @@ def test_the_log_holds_what_its_page_says():
     archive = " ".join(text for month in months.values() for text in month.values())
     scores = re.findall(r"\b\d\.\d{4}\b", "\n".join(rows))
     assert len(scores) >= 18 and [score for score in scores if score not in NUMBER.findall(archive)] == []
-
-    small = {"2026-01.md": entries_of("# M\n### 1: a\n0.5 and -1,234.5, 36.1 ms\n### 2: b\n777\n")}
-    line = "| a 1,234.5, 36.1 and 0.5 | [1](log/2026-01.md#1-a) |"
-    assert numbers_without_entry(line, small) == []
-    assert numbers_without_entry(line.replace("36.1", "777"), small) == ["777"]
-    assert numbers_without_entry(line.replace("36.1", "36.10 and 6.1"), small) == ["36.10", "6.1"]
 
 
 def test_forms_and_workflow_of_github():

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from helpers import ROOT, SCRIPT
+from helpers import ROOT, SCRIPT, planted
 from tools.gpu.plan import PRESETS
 
 pytestmark = pytest.mark.static
@@ -76,7 +76,7 @@ def test_planted_faults_have_a_place():
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_named(name, tmp_path):
     old, new, preset, parts, words = PLANTED[name]
-    (tmp_path / "train_gpt.py").write_text(SCRIPT.read_text().replace(old, new))
+    planted(tmp_path, old, new)
     code, printed = run(preset, parts, tmp_path)
     (found,) = json.loads((tmp_path / "found.json").read_text()).values()
     assert code == (words is not None), printed

@@ -9,7 +9,6 @@ import operator
 import platform
 import re
 import zipfile
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,13 +96,6 @@ def toy(tiny_data):
     val = np.array(data.val[:211])
     val[[0, 60, 150]] = data.bos
     return SimpleNamespace(cfg=cfg, config=config, data=data._replace(val=val, val_bytes=400))
-
-
-def test_a_given_bos_is_that_of_the_dataset(toy):
-    """Also in scores and in the attention of documents."""
-    told = train_gpt.open_data(toy.config("tiny"), lambda *lines: None).bos
-    cfg = toy.config("tiny", bos_id=told + 5)
-    assert train_gpt.open_data(cfg, lambda *lines: None).bos == told + 5
 
 
 @pytest.mark.parametrize("settings, tokens", [
@@ -264,51 +256,22 @@ def test_what_an_artifact_holds(preset, settings, tmp_path):
         train_gpt.load_model(path)
 
 
-@pytest.mark.parametrize("preset", ["golf", "golf_plus"])
-def test_a_file_of_rows_that_do_not_divide_the_batch(preset, tmp_path):
-    """Of 100 tokens: it is loaded whatever recipe is asked for."""
-    own = preset_config(preset)
-    more = {} if preset == "golf" else dict(batch_schedule=(1, 2))
-    cfg = replace(own, vocab_size=64, model_dim=32, num_heads=2, num_kv_heads=1, num_layers=2,
-                  train_seq_len=100, train_batch_tokens=600, **more)
-    cfg.check()
-    assert own.train_batch_tokens % 100
-    model = cfg.make_model()
-    path = tmp_path / "model.ptz"
-    init_parameters(model, 0)
-    path.write_bytes(zlib.compress(pack_artifact(model)))
-    for base in (None, own, cfg, Tiny()):
-        assert of_model(train_gpt.load_model(path, "cpu", base)[1]) == of_model(cfg)
-
-
 def test_sizes_and_limits_of_artifacts(tmp_path, monkeypatch):
-    """Fewer levels are a smaller file; the limit is the last size that is within it; a larger artifact is
-    rounded further, if that helps; weights beyond fp16 are no artifact."""
+    """Fewer levels are a smaller file; the limit is the last size that is within it; weights beyond fp16 are
+    no artifact. What is larger is rounded further: test_plus.py."""
     monkeypatch.setattr(train_gpt, "script_source", lambda: bytes(50))
     small = dict(artifact_keep=4096, model_dim=128, artifact_codec="zlib")
     models = [randomised(wide_config("golf_plus", artifact_step=step, artifact_embed_step=step, **small))
-              for step in (0.1, 0.25, 0.6)]
+              for step in (0.1, 0.25)]
     sizes = [len(packed_by_recipe(model)) for model in models]
-    assert sizes[1] < 0.85 * sizes[0] and sizes[2] < 0.8 * sizes[1]
-
-    def written(model, limit):
-        """(the report of a run with that limit, what it said, the model as read back)"""
-        said = []
-        cfg = replace(model.cfg, artifact_bytes_limit=limit)
-        run = fake_run(cfg, model, log=lambda *lines, **event: said.extend(lines), folder=tmp_path)
-        train_gpt.write_and_read_back(run)
-        return run.report, said, run.model
-
+    assert sizes[1] < 0.85 * sizes[0]
     for limit, fits in ((0, True), (sizes[0] + 50, True), (60, False)):
-        report, said, _ = written(models[0], limit)
-        assert report == dict(bytes_model=sizes[0], bytes_total=sizes[0] + 50, artifact_within_limit=fits)
+        said = []
+        cfg = replace(models[0].cfg, artifact_bytes_limit=limit)
+        run = fake_run(cfg, models[0], log=lambda *lines, **event: said.extend(lines), folder=tmp_path)
+        train_gpt.write_and_read_back(run)
+        assert run.report == dict(bytes_model=sizes[0], bytes_total=sizes[0] + 50, artifact_within_limit=fits)
         assert said[-1].endswith(f"limit {limit or 'none'}" if fits else f"limit {limit}, OVER")
-    for model, size, share in (models[0], sizes[0], 0.9999), (models[2], sizes[2], 0.8):
-        limit = int(share * size) + 50
-        report, said, again = written(model, limit)
-        assert 0.95 * limit < report["bytes_total"] <= limit and report["artifact_within_limit"]
-        assert said[0].startswith(f"artifact: {size + 50 - limit} bytes over the limit; steps ")
-        assert (again.head - model.head).abs().max() < 0.2 * model.head.abs().max()
     models[0].head.data[0, 0] = 1e8
     with pytest.raises(Refused, match="the weights outgrew the artifact's fp16"):
         pack_artifact(models[0])

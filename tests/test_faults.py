@@ -186,16 +186,6 @@ def test_at_twenty_moments(what, number, go, root, whole):
 
 
 @pytest.mark.slow
-def test_the_launcher_changes_nothing(whole, root):
-    """train_gpt.py itself ends with the same bits as the uninterrupted runs here."""
-    done = run_cli(root, env=STAGES | {"RUN_ID": "itself"})
-    assert done.code == 0, done.err
-    itself = look(root / "logs/itself")
-    want = whole(STAGES)
-    assert (itself.weights, itself.artifact, itself.losses) == (want.weights, want.artifact, want.losses)
-
-
-@pytest.mark.slow
 def test_compiled(go):
     """Killed and resumed to the bits of the uninterrupted run, both compiled."""
     settings = PLAIN | dict(COMPILE="1", NUM_LAYERS="1", ITERATIONS="8", EVAL_CONTEXT="64")
@@ -254,17 +244,6 @@ def wait_for(text, log, process):
         time.sleep(0.002)
 
 
-def test_a_signal_from_outside(go, whole, root):
-    """... at whatever moment of training it comes, before the eleventh step."""
-    def act(process):
-        wait_for("step:5/12", root / "logs/outside/train.log", process)
-        os.kill(process.pid, signal.SIGTERM)
-
-    done = go(PLAIN, "pause@step:11", act=act, RUN_ID="outside")
-    assert done.code == 1 and done.last == "RESUME=outside" and 5 <= saved_step(done.folder) <= 11
-    goes_on(go, whole, done)
-
-
 # ---------------------------------------------------------------- ranks that die or hang
 GONE = r"rank {}: another rank is gone or hangs \(.*\)"
 
@@ -284,7 +263,7 @@ def test_a_rank_is_killed(rank, go, whole):
     ("stop@step:8@1", 0), slow("hang@update:8@0", 1), slow("stop@save:2@1", 0)])
 def test_a_rank_hangs(fault, other, go, whole):
     """The other one waits for it as long as collectives do, and ends."""
-    done = go(PLAIN, fault, ranks=2, grace=0, TIMEOUT="10")
+    done = go(PLAIN, fault, ranks=2, grace=0, TIMEOUT="5")
     assert done.met and done.codes == ([1, -9] if fault.endswith("1") else [-9, 1])
     assert re.fullmatch(GONE.format(other), done.last), done.last
     goes_on(go, whole, done, ranks=2)
@@ -446,10 +425,6 @@ def test_a_damaged_checkpoint_is_found(kind, copy, monkeypatch):
     assert not (copy / "evil").exists()
 
 
-def tensors_of(payload):
-    return payload["tensors"] | payload["state"]
-
-
 def test_resume_from_a_damaged_checkpoint(copy, go):
     path = copy / "checkpoint.pt"
     path.write_bytes(DAMAGE["a byte flipped"](path.read_bytes()))
@@ -460,9 +435,9 @@ def test_resume_from_a_damaged_checkpoint(copy, go):
 
 def test_all_clocks_stand_still_while_rank_0_writes(go):
     """The other ranks would count their wait for it, and all ranks take the longest time."""
-    cap = dict(SAVE_EVERY="2", MAX_WALLCLOCK_SECONDS="7")
+    cap = dict(SAVE_EVERY="2", MAX_WALLCLOCK_SECONDS="4.5")
     done = go(PLAIN | cap, "sleep@write/checkpoint.pt:1@0", ranks=2)
-    assert done.met and done.seconds > 8 and done.result["stop_reason"] == "iterations", done.log
+    assert done.met and done.seconds > 5 and done.result["stop_reason"] == "iterations", done.log
 
 
 def test_a_killed_run_without_a_checkpoint(go):
@@ -480,10 +455,6 @@ def test_a_checkpoint_carries_its_config(copy, go, whole):
     log = copy / "train.log"
     log.write_text(log.read_text().replace("config matrix_lr=0.03", "config matrix_lr=0.5"))
     assert differences(go({}, resume=copy.name), whole(PLAIN)) == []
-
-
-def test_resume_of_no_run(go):
-    refused(go({}, resume="nowhere"), "nowhere")
 
 
 def test_resume_with_other_constants(copy, go):
@@ -504,27 +475,11 @@ def test_resume_with_the_same_constants(copy, go, whole):
 
 
 def test_resume_after_train_gpt_changed(copy, go):
-    torch.save(checkpoint_of(copy) | {"code_sha256": "0" * 64}, copy / "checkpoint.pt")
-    refused(go({}, resume=copy.name), "train_gpt.py")
-
-
-def test_a_run_that_is_still_going(go, root):
-    """A second run with its id does not touch it."""
-    folder = root / "logs/going"
-    seen = []
-
-    def act(process):
-        wait_for('"step": 8,', folder / "events.jsonl", process)     # written after train.log's line
-        before = {path.name: path.read_bytes() for path in folder.iterdir()}
-        seen.append(go(PLAIN, RUN_ID="going"))
-        seen.append(go({}, resume="going"))
-        assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
-        os.kill(process.pid, signal.SIGTERM)
-
-    done = go(PLAIN, "pause@step:9", act=act, RUN_ID="going")
-    assert done.code == 1 and done.last == "RESUME=going"
-    for other in seen:
-        refused(other, "going")
+    """It may have had constants that this one lacks, and is not called damaged."""
+    payload = checkpoint_of(copy)
+    payload["config"]["gone_since"] = 0.0
+    torch.save(payload | {"code_sha256": "0" * 64}, copy / "checkpoint.pt")
+    assert "damaged" not in refused(go({}, resume=copy.name), "train_gpt.py is not what")
 
 
 def test_resume_of_a_finished_run(go, whole):
@@ -538,19 +493,6 @@ def test_resume_of_a_finished_run(go, whole):
 
 
 # ---------------------------------------------------------------- numbers that are not finite, memory
-@pytest.mark.parametrize("what, every", [slow("nan", 1), slow_in_ci("spoil", 1), slow_in_ci("nan", 5)])
-def test_not_finite(what, every, go):
-    """The last line has the step; the last checkpoint is still good. A loss that is broken between two lines
-    is told at the next one."""
-    settings = PLAIN | {"TRAIN_LOG_EVERY": str(every), "ITERATIONS": "40", "SAVE_EVERY": "6"}
-    done = go(settings, f"{what}@step:13")
-    said = one_sentence(done)
-    # spoilt weights show in the next loss
-    step = {("nan", 1): 13, ("spoil", 1): 14, ("nan", 5): 15}[what, every]
-    assert said == f"train_loss is not finite at step {step}: lower the learning rates"
-    payload = checkpoint_of(done.folder)
-    assert payload["progress"]["step"] == 12
-    assert all(tensor.isfinite().all() for tensor in tensors_of(payload).values())
 
 
 def test_weights_that_are_not_finite_are_not_saved(go):
@@ -559,15 +501,6 @@ def test_weights_that_are_not_finite_are_not_saved(go):
               "spoil@step:12")
     said = one_sentence(done)
     assert "not finite at step 12" in said and saved_step(done.folder) == 6
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_out_of_memory(go, whole):
-    done = go(PLAIN, "oom@step:8")
-    said = one_sentence(done)
-    assert said.startswith("out of memory: set DEVICE_BATCH_SIZE below micro_batch"), said
-    assert "resume: from step 6 at" in goes_on(go, whole, done).out
 
 
 # ---------------------------------------------------------------- files
@@ -649,13 +582,6 @@ def test_a_disk_that_is_full(room, go, killed, tmp_path, tiny_data):
         subprocess.run(["umount", "-l", str(logs)])
 
 
-def test_logs_cannot_be_written(go, tmp_path, tiny_data):
-    """logs is a file, so that root fails as well."""
-    (tmp_path / "data").symlink_to(tiny_data / "data")
-    (tmp_path / "logs").write_text("")
-    refused(go(PLAIN, cwd=tmp_path), "cannot be written")
-
-
 @pytest.mark.parametrize("fault, code", [
     ("shrink@step:8", -signal.SIGBUS), slow("eio@read:70", 1), slow_in_ci("delete@step:6", 0)])
 def test_a_shard_that_turns_unreadable(fault, code, go, whole, tiny_data, tmp_path):
@@ -688,6 +614,3 @@ def test_a_checkpoint_can_be_scored(go, whole):
     assert want.result["trained"]["val_loss"] != want.result["artifact"]["val_loss"]
     done = go(PLAIN, EVAL_FROM=f"logs/{run.run_id}/checkpoint.pt")
     assert done.code == 0 and done.result["trained"] == want.result["trained"], done.err
-    run = go(PLAIN | {"SAVE_EVERY": "5"}, "kill@step:12")
-    done = go(PLAIN, EVAL_FROM=f"logs/{run.run_id}/checkpoint.pt")
-    assert run.val_losses[10] == pytest.approx(done.result["val_loss_partial"], abs=5e-5)

@@ -103,21 +103,11 @@ def logged_again(cfg):
 
 @pytest.mark.parametrize("preset", RECIPES)
 def test_a_config_repeats_itself(preset):
-    """The preset as it is, and with constants drawn."""
-    rng = random.Random(preset)
-    own = fields_of(RECIPES[preset])
+    """The preset as it is, and with odd texts."""
     assert logged_again(load_config({"PRESET": preset})) == load_config({"PRESET": preset})
-    texts = [name for name in ("tokenizer_path", "core_bundle", "eval_from") if name in own]
-    accepted = 0
-    for _ in range(25):
-        given = {name: value_of(rng, own[name]) for name in rng.sample([*own], rng.randint(1, 3))}
-        given[rng.choice(texts)] = rng.choice(("é€", "a=b", "a b/c", "#"))
-        env = {name.upper(): show(value) for name, value in given.items()}
-        with contextlib.suppress(Refused):
-            cfg = load_config(env | {"PRESET": preset})
-            assert logged_again(cfg) == cfg
-            accepted += 1
-    assert accepted > 5
+    for text in ("é€", "a=b", "a b/c", "#"):
+        cfg = load_config({"PRESET": preset, "TOKENIZER_PATH": text})
+        assert logged_again(cfg) == cfg
 
 
 @sample_or_all

@@ -9,8 +9,8 @@ import torch
 
 import train_gpt
 from helpers import fake_team, toy_config
-from test_eval import CPU, randomised
-from train_gpt import log_probs, preset_config
+from test_eval import randomised
+from train_gpt import preset_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T = 16
@@ -71,19 +71,6 @@ def test_sliding_rows_are_scored_by_the_compiled_step_of_plain_ones(cfg, stream,
     assert {*shapes} == {(5, T)} and len(shapes) > 15
 
 
-@torch.no_grad()
-def one_by_one(cfg, model, tokens, rows):
-    """Nats of each row's targets, one forward for each, from what precedes it in the row alone."""
-    nats = np.zeros(len(tokens))
-    for row in rows:
-        for i in range(row.first, row.last + 1):
-            seen = torch.from_numpy(tokens[row.low:i].astype(np.int64))[None]
-            context = model.context(seen.size(1), CPU)
-            assert nats[i] == 0, "scored twice"
-            nats[i] = -log_probs(model, seen, context)[0, -1, int(tokens[i])].item()
-    return nats
-
-
 # -------------------------------------------------------------------------------- rows
 @pytest.mark.parametrize("name, settings", [
     ("sliding", dict(eval_sliding=4)), ("sliding", dict(eval_sliding=1)), ("sliding", dict(eval_sliding=16)),
@@ -115,17 +102,6 @@ def test_rows_of_several_settings(cfg, stream):
 
     assert rows("sliding", eval_sliding=4) != rows("plain", eval_sliding=4) == rows("plain")
     assert rows("sliding", eval_sliding=1000) == rows("sliding", eval_sliding=T) == rows("plain")
-
-
-@pytest.mark.parametrize("settings", [
-    {}, dict(window_pattern="SL", window_schedule=(8,)), dict(val_batch_size=1)])
-def test_nats_are_those_of_single_forwards(cfg, stream, settings):
-    cfg = replace(cfg, **PROTOCOLS["sliding"], **settings)
-    stream = stream[:120]
-    model = randomised(cfg)
-    want = one_by_one(cfg, model, stream, rows_of(cfg, "sliding", len(stream)))
-    assert np.allclose(nats_of(cfg, model, stream, "sliding"), want, rtol=1e-5, atol=1e-6)
-    assert (want[1:] > 0).all() and want[0] == 0
 
 
 def test_presets_that_ask_for_the_sliding_score():
@@ -163,13 +139,3 @@ def test_the_sliding_score(cfg, stream, tiny_data):
         model.embed.fill_(math.nan)
     assert train_gpt.sliding_score(model, cfg, data, fake_team(), lines.append) == {}
     assert lines[-1] == "final_sliding: the loss is nan, so there is no score"
-
-
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_ranks_share_the_rows(cfg, stream, name):
-    """Two ranks' nats fill each other's gaps."""
-    cfg = replace(cfg, **PROTOCOLS[name])
-    model = randomised(cfg)
-    parts = [nats_of(cfg, model, stream, name, team=fake_team(rank, 2)) for rank in (0, 1)]
-    assert np.allclose(sum(parts), nats_of(cfg, model, stream, name), rtol=1e-6)
-    assert not (parts[0] * parts[1]).any() and all((part > 0).sum() > 50 for part in parts)

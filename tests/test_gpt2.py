@@ -1,7 +1,6 @@
 """The gpt2 game: its dial, horizons and miniseries; CORE and samples in a run; one file that runs alone."""
 
 import json
-import math
 import shlex
 import shutil
 
@@ -46,34 +45,6 @@ def test_the_runs_of_the_leaderboard(depth, ratio, batch, steps):
     assert overrides(dialled()) == {}, "what the preset's own depth derives is no override"
 
 
-def test_rates_and_decay_follow_batch_width_and_horizon():
-    """By hand at depth 20, whose matrices have 20 * 12 * 1280^2 weights, its head 32768 * 1280 and the gates
-    of its ten value embeddings 10 heads * 32 each. A batch that is not given is a power of 2; a width that is
-    given counts in the horizon."""
-    base = vars(train_gpt.RECIPES["gpt2"]())
-    cfg = dialled("--depth=20", "--train-batch-tokens=1048576")
-    weights = 20 * 12 * 1280**2 + 32_768 * 1280 + 10 * 10 * 32
-    few = 12 * 12 * 768**2 + 32_768 * 768 + 6 * 6 * 32
-    for name in ("matrix_lr", "scalar_lr"):
-        assert getattr(cfg, name) == pytest.approx(base[name] * 2**0.5)
-    for name in ("embed_lr", "head_lr"):
-        assert getattr(cfg, name) == pytest.approx(base[name] * 2**0.5 * (768 / 1280) ** 0.5)
-    assert cfg.weight_decay == pytest.approx(base["weight_decay"] * few / weights, rel=1e-9)
-    assert cfg.iterations == int(base["target_param_data_ratio"] * weights / 1_048_576)
-    at_12 = dialled("--depth=12")
-    assert all(getattr(at_12, name) == pytest.approx(base[name])
-               for name in ("matrix_lr", "embed_lr", "head_lr", "scalar_lr", "weight_decay"))
-    for depth, batch in ((4, 2**18), (12, 2**19), (24, 2**20), (26, 2**20)):
-        assert dialled(f"--depth={depth}", "--train-batch-tokens=0").train_batch_tokens == batch
-    few = train_gpt.horizon_weights(at_12)
-    for depth in (2, 6, 12, 20, 32, 44, 56, 58, 60):     # at 32 and the last three another power shows
-        cfg = dialled(f"--depth={depth}", "--train-batch-tokens=0")
-        best = 2**19 * (train_gpt.horizon_weights(cfg) / few) ** 0.383
-        assert cfg.train_batch_tokens == 2 ** round(math.log2(best))
-    narrow = dialled("--depth=8", "--model-dim=256", "--num-heads=2")
-    assert narrow.iterations == int(7.25 * (8 * 12 * 256**2 + 32_768 * 256 + 4 * 2 * 32) / 524_288)
-
-
 @pytest.mark.parametrize("name, value", [
     ("num_layers", 5), ("model_dim", 512), ("num_heads", 4), ("window_pattern", "L"), ("iterations", 77),
     ("window_schedule", (1024,)), ("value_embed_layers", (0,)), ("matrix_lr", 0.5), ("embed_lr", 0.5),
@@ -97,18 +68,6 @@ def test_the_horizons():
             load_config(text)
 
 
-@pytest.mark.parametrize("asked", [
-    {}, dict(depth="8", target_flops="1e+16"), dict(depth="8", iterations="33"),
-    dict(depth="8", target_param_data_ratio="8.0", matrix_lr="0.03")])
-def test_a_config_repeats_itself(asked):
-    """All constants of a log, derived ones too, as an environment: the same run, not two horizons. So do its
-    overrides."""
-    cfg = dialled(**{name.upper(): value for name, value in asked.items()})
-    listed = {name: new for name, (_, new) in overrides(cfg).items()} | {"preset": "gpt2"}
-    for again in ({name: show(value) for name, value in vars(cfg).items()}, listed):
-        assert load_config({name.upper(): value for name, value in again.items()}) == cfg
-
-
 @pytest.mark.parametrize("flags, words", [
     ("--preset=gpt2 --depth=0", "depth"), ("--preset=gpt2 --depth=-3", "depth=-3"),
     ("--preset=gpt2 --depth=199", "depth=199"), ("--preset=gpt2 --depth=2.5", "depth='2.5'"),
@@ -123,7 +82,6 @@ def test_what_the_dial_refuses(flags, words, capsys):
     assert train_gpt.main(flags.split(), {}) == 2
     err = capsys.readouterr().err
     assert words in err and len(err.strip().splitlines()) == 1
-
 
 
 # -------------------------------------------------------------------------------- a run

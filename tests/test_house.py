@@ -370,8 +370,12 @@ def test_a_forbidden_arrow_is_named(place, call, named):
 
 
 def test_the_core_serves_several_games():
+    assert of_one_game(SCRIPT.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.slow
+def test_what_one_game_alone_uses_is_named():
     text = SCRIPT.read_text(encoding="utf-8")
-    assert of_one_game(text) == []
     place = "# ---------- 5 optimizer"
     line = "def depth_dial(" + text.partition("def depth_dial(")[2].partition("\n")[0]
     for planted in (place, line):

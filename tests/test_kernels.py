@@ -1,9 +1,6 @@
 """Attention, masks and loss: the readable versions against dense ones, the fast ones against the readable."""
 
-import importlib.util
 import inspect
-import itertools
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
-from helpers import SCRIPT, TOY, fake_run, init_parameters, toy_config
+from helpers import TOY, init_parameters, load_module, planted, slow, toy_config
 from tools.run import plan
 from train_gpt import (
     RECIPES, attention, linear, lm_loss, preset_config, window_mask)
@@ -177,20 +174,6 @@ def test_cpu_attention_equals_the_reference(window, with_documents, heads, T, co
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
-def test_cpu_attention_in_bf16(compiling):
-    """As near to fp32 as torch's own in bf16."""
-    inputs, exact = (tensors(2, 2, 2, 512, 64, dtype) for dtype in (torch.bfloat16, torch.float32))
-
-    def scaled(function, q, k, v):
-        return gradients(function(q / 8, k, v, None), (q, k, v))
-
-    ours = scaled(train_gpt.cpu_attention, *inputs)
-    theirs = scaled(attention, *inputs)
-    for mine, other, true in zip(ours, theirs, scaled(attention, *exact), strict=True):
-        assert mine.dtype == torch.bfloat16
-        assert (mine - true).norm() < 1.5 * (other - true).norm() + 1e-3
-
-
 @pytest.mark.parametrize("T, compiled, own", [(256, False, False), (2048, True, False), (1024, True, True)])
 def test_cpu_attention_is_for_compiled_short_sequences(T, compiled, own, monkeypatch):
     inputs = tensors(1, 1, 1, T, 8)
@@ -232,22 +215,6 @@ def test_gpu_window_mask_lists_the_blocks_that_are_seen(window, with_documents, 
     assert torch.equal(mask.mask_mod(*index).expand(1, 1, T, T)[:, 0], want)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("window, with_documents", [*WINDOWS, (511, False), (512, False)])
-def test_gpu_attention_equals_the_reference(window, with_documents, monkeypatch):
-    """flex attention in its eager form; a CPU has no backward of it."""
-    T = 512
-    documents = two_rows(512) if with_documents else None
-    q, k, v = (x.detach() for x in tensors(2, 4, 2, T, 16))
-    want = attention(q, k, v, window_mask(window, T, documents, "cpu"))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        limit = window if window >= T - 1 and not with_documents else torch.tensor(window)  # gpu_window()
-        mask = train_gpt.gpu_window_mask(limit, T, documents, "cpu")
-    assert (mask is None) == (window >= T - 1 and not with_documents)
-    torch.testing.assert_close(train_gpt.gpu_attention(q, k, v, mask), want, atol=1e-5, rtol=1e-4)
-
-
 def test_no_cudnn_attention_with_a_mask(monkeypatch):
     """Its gradients have been NaN at some lengths. Without a mask torch may choose it."""
     backends = []
@@ -265,20 +232,6 @@ def test_no_cudnn_attention_with_a_mask(monkeypatch):
         got = train_gpt.gpu_attention(q, k, v, mask)
         torch.testing.assert_close(got, attention(q, k, v, mask))
     assert backends[::2] == [True, False, False] and torch.backends.cuda.cudnn_sdp_enabled()
-
-
-@pytest.mark.parametrize("preset", RECIPES)
-def test_the_log_tells_which_attention_a_gpu_has(preset, monkeypatch):
-    """Recipes without windows, such as golf, have torch's, which needs no line."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    lines = []
-    chosen = preset_config(preset).choose_kernels(True, lines.append)
-    told = [line for line in lines if line.startswith("attention")]
-    if "window_schedule" not in vars(preset_config(preset)):
-        assert told == [] and chosen.attention is train_gpt.causal_attention
-    else:
-        assert told == ["attention: flex; torch's where every token sees all tokens before it"]
-        assert chosen.attention is train_gpt.gpu_attention
 
 
 @pytest.mark.parametrize("window, T, compiled", [(torch.tensor(100), 512, False), (100, 500, True),
@@ -326,20 +279,6 @@ def test_fused_loss_equals_the_reference(cap, dtype, size, most, weights, compil
         assert (mine - true).norm() <= most * true.norm()
 
 
-def test_several_targets():
-    """The weighted losses on the next targets of the row, not beyond it, by the mean over all tokens."""
-    x, head, targets = head_and_tokens()
-    weights = torch.tensor([1.0, 0.5, 0.25])
-    cap = (11.5, 5.0, 15.0)
-    several = train_gpt.next_targets(targets, 3)
-    scores = torch.log_softmax(train_gpt.softcap(linear(x, head).double(), *cap), -1)
-    wanted = 0.0
-    for row, t, k in itertools.product(range(targets.size(0)), range(targets.size(1)), range(3)):
-        if t + k < targets.size(1):
-            wanted -= weights[k] * scores[row, t, targets[row, t + k]] / targets.numel()
-    assert lm_loss(x, head, several, cap, weights).item() == pytest.approx(wanted.item(), rel=1e-6)
-
-
 def lm_loss_in_fp8(x, head, targets, cap, weights=None, most=train_gpt.HEAD_MOST):
     """lm_loss() of one target a token, with lm_head's product in fp8."""
     scales = train_gpt.head_scales(x.size(-1), targets.numel(), most)
@@ -370,11 +309,8 @@ def test_a_changed_loss_is_not_taken_from_the_compile_cache(tmp_path, monkeypatc
     """compile_step() lets torch keep compiled graphs with FusedLoss; another backward pass must not meet
     them. That another Triton kernel does not, test_static_gpu.py shows."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    other = tmp_path / "other.py"
-    other.write_text(SCRIPT.read_text().replace("(top * scale * factor)", "(3 * top * scale * factor)"))
-    spec = importlib.util.spec_from_file_location("other", other)
-    monkeypatch.setitem(sys.modules, "other", importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(sys.modules["other"])
+    old = "return losses, (error * part * (1 - part) * (top * scale * factor)).to(dtype)"
+    other = load_module(planted(tmp_path, old, old.replace("(top", "(3 * top")), "other")
     draw = torch.Generator().manual_seed(0)
     targets = torch.arange(6)[None]
     x = torch.randn(1, 6, 8, generator=draw).requires_grad_()
@@ -388,7 +324,7 @@ def test_a_changed_loss_is_not_taken_from_the_compile_cache(tmp_path, monkeypatc
         return torch.autograd.grad(loss, x)[0], hits["autograd_cache_hit"] - before
 
     with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True):
-        found = [gradient(module) for module in (train_gpt, train_gpt, sys.modules["other"])]
+        found = [gradient(module) for module in (train_gpt, train_gpt, other)]
     (first, _), (again, hit), (changed, missed) = found
     assert torch.equal(first, again) and hit == 1
     assert torch.allclose(changed, 3 * first, atol=1e-5) and missed == 0
@@ -464,23 +400,6 @@ def test_a_small_vocabulary_takes_the_loss_of_inductor(preset, by_kernel, monkey
         assert getattr(loss, "keywords", {}) == (dict(row_losses=train_gpt.kernel_losses) if kernel else {})
 
 
-def test_compile_is_for_the_model_and_the_optimizer(monkeypatch):
-    """COMPILE=0 leaves both eager. On a CPU Muon gains nothing."""
-    monkeypatch.setattr(torch, "compile", lambda function, **_: ("compiled", function))
-    for on in (False, True):
-        cfg = RECIPES["golf"](**SMALL, num_kv_heads=1, compile=on)
-        model = cfg.make_model()
-        run = fake_run(cfg, model)
-        run.optimizer = cfg.optimizer()(model, cfg)
-        train_gpt.compile_step(run)
-        rules = run.optimizer.adam_step, run.optimizer.muon_step
-        if on:
-            assert run.loss_fn == ("compiled", model)
-            assert rules == (("compiled", cfg.adam_step), cfg.muon_step)
-        else:
-            assert run.loss_fn is model and rules == (cfg.adam_step, cfg.muon_step)
-
-
 def test_each_stage_has_one_context(train, monkeypatch):
     """Its tables go to the device once: a GPU's host would wait for them at every step."""
     real = train_gpt.train_step
@@ -499,8 +418,8 @@ def test_each_stage_has_one_context(train, monkeypatch):
 # ------------------------------------------------------------ compiled, by a back end that only traces
 @torch.no_grad()
 @pytest.mark.parametrize("preset, settings", [
-    ("speedrun", dict(window_pattern="SL", max_doc_len=256, window_schedule=(200,), num_layers=2,
-                      value_embed_layers=(1, 0))),
+    slow("speedrun", dict(window_pattern="SL", max_doc_len=256, window_schedule=(200,), num_layers=2,
+                          value_embed_layers=(1, 0))),
     ("gpt2", dict(window_pattern="SL", window_schedule=(200,), num_layers=2, depth=0))])
 def test_a_model_with_the_gpus_kernels_compiles_in_one_piece(preset, settings, monkeypatch):
     """Masks are made inside the compiled step, in speedrun by the batch's documents."""

@@ -498,12 +498,6 @@ def test_log_probs_of_any_shape(preset, tmp_path):
 
 
 # ------------------------------------------------------------ parameters
-def test_golf_has_its_parameters():
-    """As many as the public record."""
-    cfg = train_gpt.load_config({"PRESET": "golf"})
-    counts = train_gpt.parameter_counts(cfg)
-    assert counts == dict(embed=524_288, matrix=9 * 1_835_008, scalar=4 * 512 + 9 * (8 + 512 + 512 + 1024))
-    assert sum(counts.values()) == 17_059_912
 
 
 @pytest.mark.parametrize("preset, settings", [
@@ -629,7 +623,7 @@ class Edited(Tiny):
 ROWS = dict(
     query=dict(init="uniform", scale=2.0), fc=dict(init="positive", scale=0.5),
     key=dict(init="normal", scale=0.3), value=dict(init="orthogonal", scale=2.0),
-    x0_lambda=dict(scale=0.2, change=-0.15), head=dict(init="uniform", scale=0.5, precision="fp32"))
+    x0_lambda=dict(scale=0.2, change=-0.15), head=dict(init="uniform", scale=0.5))
 
 
 def test_first_values_follow_the_table():
@@ -646,24 +640,6 @@ def test_first_values_follow_the_table():
     close(value @ value.T, 4 * torch.eye(len(value)), 1e-4)
     lambdas = [found[f"blocks.{i}.x0_lambda"][0].item() for i in range(4)]
     assert lambdas == pytest.approx([0.2, 0.15, 0.1, 0.05])
-
-
-def test_the_artifact_follows_the_table():
-    """fp32 where a row says so, int8 with scales elsewhere; small tensors in fp16."""
-    cfg = Edited(**SIZE | TOY["tiny"] | dict(artifact_keep=1000))
-    model = make_model(cfg)
-    table = cfg.parameter_table()
-    init_parameters(model, 0)
-    for name, p in model.named_parameters():
-        parts = train_gpt.packed_tensors(p.detach(), table[kind_of(name)], cfg, p.numel())
-        fp32 = kind_of(name) == "head" or table[kind_of(name)].group == "scalar"
-        dtypes = {end: part.dtype for end, part in parts.items()}
-        if fp32:
-            assert dtypes == {"": torch.float32}, name
-        elif p.numel() <= 1000:
-            assert dtypes == {"": torch.float16}, name
-        else:
-            assert dtypes == {".int8": torch.int8, ".scale": torch.float16}, name
 
 
 @pytest.mark.parametrize("preset", RECIPES)
@@ -692,17 +668,3 @@ def test_what_a_model_reads_is_in_its_files(preset):
               "prefix_weight", "seq_schedule", "stage_starts", "train_batch_tokens"}
     of_model = {constant.name for constant in fields(cfg) if constant.metadata["model"]}
     assert len(read) > 7 and read - of_model <= stages
-
-
-@pytest.mark.parametrize("layers", [1, 2, 3, 5, 8])
-@torch.no_grad()
-def test_any_depth_begins_with_a_uniform_guess(layers):
-    """Projections and the untied lm_head are zero."""
-    cfg = small("tiny", num_layers=layers, mixture=False)
-    model = make_model(cfg)
-    tokens = some_tokens(cfg, 2, 25)
-    init_parameters(model, 0)
-    model.counts.count(some_tokens(cfg, 1, 300)[0].numpy().astype(np.uint16))
-    loss = model(tokens[:, :-1], tokens[:, 1:], make_context(model, 24, 0))
-    assert loss.item() == pytest.approx(math.log(cfg.vocab_size), abs=1e-5)
-    assert len(model.skip_weights if layers > 1 else []) == layers // 2

@@ -4,7 +4,6 @@ import lzma
 import re
 from pathlib import Path
 
-import numpy as np
 import pyppmd
 import pytest
 import sentencepiece as spm
@@ -86,14 +85,6 @@ def test_the_text(small, text):
     assert trial.key != text.key
 
 
-def test_rows_in_random_order(text):
-    before = text.train_tokens
-    after = text.shuffled(64).train_tokens
-    rows = len(before) // 64
-    assert len(after) == 64 * rows and not np.array_equal(before[:64 * rows], after)
-    assert sorted(map(bytes, before[:64 * rows].reshape(-1, 64))) == sorted(map(bytes, after.reshape(-1, 64)))
-
-
 def test_documents_do_not_see_one_another(small):
     """In whatever company and order, each takes as much as alone after the primer."""
     _, train, val = small
@@ -102,11 +93,6 @@ def test_documents_do_not_see_one_another(small):
     assert sizes[:5] == [alone(5, primer, document) for document in val]
     assert sizes[5:] == [sizes[0], *sizes[4::-1]]
     assert sizes[0] < peers.ppmd_sizes(5, b"", val[:1])[0]
-
-
-def test_a_fork_that_fails():
-    with pytest.raises(train_gpt.Refused, match="a fork of the compressor ended with 1"):
-        peers.in_fork(lambda: 1 // 0)
 
 
 def test_compressors(small, bench):
@@ -199,28 +185,6 @@ def test_trials(small, bench, no_training):
     assert len(pace) == len(golf) == 5 and {run["MAX_WALLCLOCK_SECONDS"] for run in pace} == {"12"}
     assert {run["WARMDOWN_ITERS"] for run in golf} == {"357"}
     assert "shuffled" in golf[-1]["DATA_PATH"]
-
-
-def test_a_killed_run_goes_on(bench, no_training, tmp_path, monkeypatch):
-    """With the rows that it has, which those of other settings do not replace."""
-    measure = peers.train
-    calls = []
-
-    def dies(name, settings):
-        calls.append(name)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return measure(name, settings)
-
-    monkeypatch.setattr(peers, "train", dies)
-    with pytest.raises(KeyboardInterrupt):
-        bench("--only=plain", "--seeds=2")
-    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 1
-    bench("--only=plain", "--seeds=2")
-    assert len(calls) == 3
-    bench("--only=plain", "HEAD_LR=0.1")
-    assert len(calls) == 4
-    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_run_that_fails(bench):

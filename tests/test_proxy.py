@@ -1,12 +1,11 @@
 """--proxy: recipes scaled down by rules."""
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import train_gpt
-from helpers import look
+from helpers import look, slow_but
 from tools.run import proxy
 from tools.run.proxy import PROXIES, expand_proxy
 from tools.run.plan import planned_tokens
@@ -72,31 +71,6 @@ def test_the_speedruns_train_on_the_whole_text(preset):
     assert cfg.packers[cfg.packing] is train_gpt.Rows and cfg.shuffle
     assert {stage.row_tokens for stage in cfg.stages()} == {cfg.train_seq_len}
     assert any(line.startswith("proxy packing=rows, shuffle=1, seq_schedule=1: ") for line in lines)
-
-
-@pytest.mark.parametrize("preset", ["golf", "golf_plus"])
-def test_golf_keeps_its_proportions(preset):
-    full = preset_config(preset)
-    for width in (32, 128):
-        cfg, _ = scaled(f"--preset={preset}", f"--proxy={width}")
-        assert cfg.num_heads == 2 * cfg.num_kv_heads
-        assert cfg.train_seq_len == max(64, full.train_seq_len * width // full.model_dim) == cfg.eval_context
-        factor = (full.model_dim / width) ** 0.5
-        assert cfg.tied_embed_lr == pytest.approx(full.tied_embed_lr * factor, rel=1e-3)
-    assert scaled("--preset=golf", "--proxy=32")[0].warmdown_iters == preset_config("golf").warmdown_iters / 4
-
-
-@pytest.mark.parametrize("preset", [*PROXIES])
-def test_the_batch_has_as_many_rows_as_the_tokens_per_weight_ask_for(preset):
-    full = preset_config(preset)
-    ratio = LENGTH[preset][0]
-    if "speedrun" in preset:
-        ratio = planned_tokens(full) / horizon_weights(full)
-    for width in (64, 256):
-        cfg, _ = scaled(f"--preset={preset}", f"--proxy={width}")
-        one_row = planned_tokens(replace(cfg, train_batch_tokens=cfg.train_seq_len))
-        rows = round(ratio * horizon_weights(cfg) / one_row)
-        assert cfg.train_batch_tokens == rows * cfg.train_seq_len and rows > 1
 
 
 @pytest.mark.parametrize("preset", [*PROXIES])
@@ -178,7 +152,7 @@ def test_seconds_are_measured_by_real_steps(monkeypatch):
     assert 2 < proxy.proxy_seconds(cfg, CPU) < 3000
 
 
-@pytest.mark.parametrize("preset", [*PROXIES])
+@pytest.mark.parametrize("preset", slow_but(["golf", "speedrun_plus"], PROXIES))
 def test_a_proxy_trains(preset, root, monkeypatch, capsys):
     """On any prepared text; its rules are printed, its model is read like any other."""
     monkeypatch.chdir(root)

@@ -3,7 +3,6 @@ NCCL makes a communicator at its first one, which takes 0.5 to 2.5 s. Python's g
 as a collection takes up to 0.6 s on all ranks. On a CPU, with a toy of the speedrun."""
 
 import gc
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, SCRIPT, free_port
+from helpers import ROOT, free_port, load_module, planted
 from tools.dev import bench
 from tools.gpu import parts as gpu_parts
 from tools.gpu import static
@@ -92,13 +91,7 @@ WARMUP_STEP = ("        train_step(run.loss_fn, run.optimizer, batch, micro, con
     ids=["as it is", "a late communicator", "garbage collected"])
 def test_nothing_is_done_for_the_first_time_on_the_clock(old, new, late, collected, tmp_path):
     """And both faults are noticed where they are planted."""
-    source = SCRIPT.read_text(encoding="utf-8")
-    assert source.count(old) == 1 or not old
-    (tmp_path / "train_gpt.py").write_text(source.replace(old, new) if old else source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("train_gpt_planted", tmp_path / "train_gpt.py")
-    trainer = importlib.util.module_from_spec(spec)
-    sys.modules["train_gpt_planted"] = trainer
-    spec.loader.exec_module(trainer)
+    trainer = load_module(planted(tmp_path, old, new), "train_gpt_planted")
     settings = gpu_parts.one_rank_of_eight(trainer, "speedrun", {}, toy=True)
     settings |= dict(ITERATIONS="12", RUN_ID="ranks", TRAIN_BATCH_TOKENS="1024", VAL_LOSS_EVERY="5",
                      TRAIN_LOG_EVERY="4", FP8="off", GRAD_CLIP_NORM="1", MAX_EPOCHS="0")

@@ -1,5 +1,4 @@
 """tools/run/script.py: a script with one recipe trains as the whole file, to the bit, and holds no other."""
-import importlib.util
 import re
 import sys
 from functools import cache
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import SCRIPT, TOY, look, slow_but, with_boards
+from helpers import SCRIPT, TOY, load_module, look, slow_but, with_boards
 from records.verify.checks import OF_ONE_RUN, environment_of
 from tools.run import script
 
@@ -133,10 +132,7 @@ def modules(tmp_path_factory):
         if preset not in found:
             path = tmp_path_factory.mktemp(preset) / "train_gpt.py"
             path.write_text(alone(preset), encoding="utf-8")
-            name = f"train_gpt_{preset}"
-            spec = importlib.util.spec_from_file_location(name, path)
-            found[preset] = sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found[preset])
+            found[preset] = load_module(path, f"train_gpt_{preset}")
         return found[preset]
 
     yield module_of
@@ -166,57 +162,6 @@ def test_it_trains_to_the_same_bits(preset, modules, root, monkeypatch, one_thre
     of_one_run = {name: value for name, value in vars(again).items() if name in OF_ONE_RUN}
     assert vars(remade) | of_one_run == vars(again)
     assert own.result["bytes_code"] == len(alone(preset).encode())
-
-
-GATED = [   # what a copy of golf's section needs for SwiGLU and a learned gate per head
-    ('            matrix("mlp_proj", ', '            matrix("fc_gate",        init="uniform", scale=1.0),\n'),
-    ('            scalar("qk_gain", ', '            scalar("head_gate",      init="constant", scale=0.0),\n'),
-    ("        self.mlp_proj = ", "        self.fc_gate = parameter(cfg.mlp_mult * C, C)\n"
-                                 "        self.head_gate = parameter(H, C)\n"),
-    ("    def attend(self", "    def swiglu(self, h: Tensor) -> Tensor:\n"
-                           "        linear = self.kernels.linear\n"
-                           "        hidden = F.silu(linear(h, self.fc_gate)) * linear(h, self.fc)\n"
-                           "        return linear(hidden, self.mlp_proj)\n\n"),
-    ("        return product(y.flatten(2)", "        y = 2 * gate(h, self.head_gate)[..., None] * y\n")]
-
-
-def with_gated_golf(text):
-    """(train_gpt.py with a recipe that is golf's section once more under other names, changed in the places
-    of GATED and in its MLP's call; how many lines are new in that copy)"""
-    begin = text.index("# ---------- golf: ")
-    end = text.index("# ---------- golf_plus: ")
-    section = re.sub(r"\bGolf(?=(Context|Block|Model)?\b)", "Gated", text[begin:end])
-    section = section.replace("# ---------- golf: ", "# ---------- gated: ").replace('"golf"', '"gated"')
-    new = 0
-    for place, lines in GATED:
-        assert section.count(place) == 1, place
-        section = section.replace(place, lines + place)
-        new += lines.count("\n")
-    old = "mlp(rms_norm(x), self.fc, self.mlp_proj, self.kernels.linear)"
-    assert section.count(old) == 1
-    section = section.replace(old, "self.swiglu(rms_norm(x))")
-    whole = text[:end] + section + text[end:]
-    return whole.replace("RECIPES = dict(", "RECIPES = dict(gated=Gated, ", 1), new
-
-
-def test_a_recipe_is_added_in_its_own_section(root, tmp_path, monkeypatch, one_thread):
-    """A copy of golf with another MLP and a learned gate trains, and its artifact is scored; outside of its
-    section only the registry names it (docs/recipes.md)."""
-    text, new = with_gated_golf(whole_text())
-    assert new == 10
-    path = tmp_path / "train_gpt.py"
-    path.write_text(script.script("gated", text), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("train_gpt_gated", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "train_gpt_gated", module)
-    spec.loader.exec_module(module)
-    monkeypatch.chdir(root)
-    env = {name: TOY[name] for name in COMMON} | TOY_RUN["golf"] | dict(ITERATIONS="4", VAL_TOKENS="1024")
-    assert module.main([], env | dict(RUN_ID="gated")) == 0
-    run = look(Path("logs", "gated"))
-    assert run.result["preset"] == "gated" and run.result["artifact"]["val_loss"] > 0
-    found, cfg = module.load_model(Path("logs", "gated", "final_model.pt"))
-    assert cfg.preset == "gated" and found.blocks[0].head_gate.abs().max() > 0
 
 
 @pytest.mark.parametrize("preset", SOME)

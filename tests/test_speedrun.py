@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import train_gpt
-from tools.run import plan
 from helpers import fake_team, init_parameters, library_documents, write_shard
 from test_eval import CPU, randomised
 from train_gpt import load_config, log_probs, preset_config
@@ -23,40 +22,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -------------------------------------------------------------------------------- schedules
-def record_stage(step):
-    """(tokens of the step, long window, short window): thirds of 2,120 steps, then the extension."""
-    if step < 707:
-        return 131_072, 384, 128
-    if step < 1414:
-        return 262_144, 896, 384
-    return (393_216, 1408, 640) if step < 2120 else (393_216, 1664, 768)
-
-
-def test_every_step_of_the_schedules():
-    """Stage, windows, always 8 rows, which get longer, LR factor (1.0, 1.51 and 1.93 from steps 0, 700 and
-    1400, linear to 0.1 over the last 55 % of 2,120 steps, 0.1 for 40 more), which weight decay follows,
-    momentum."""
-    spent = 0
-    rows = []
-    for step in range(2161):
-        progress = SPEEDRUN.progress(step, 1e6)
-        stage = train_gpt.stage_at(SPEEDRUN, progress)
-        tokens = stage.batch_tokens
-        assert (tokens, *SPEEDRUN.windows(stage, stage.row_tokens).values()) == record_stage(step), step
-        assert tokens == 8 * stage.row_tokens
-        top = 1.0 if step < 700 else 1.51 if step < 1400 else 1.93
-        left = min(1, max(0, 2120 - step) / (0.55 * 2120))
-        now = SPEEDRUN.schedule(step, progress)
-        assert now.lr == now.decay == pytest.approx(0.1 + (top - 0.1) * left, abs=1e-9), step
-        momentum = 0.85 + 0.1 * min(1, step / 300, (2160 - step) / 50)
-        assert now.momentum == pytest.approx(momentum, abs=1e-9), step
-        row = *record_stage(step), top
-        if step < 2160 and (not rows or rows[-1][1:] != row):
-            rows.append((step, *row))
-        spent += tokens if step < 2160 else 0
-    assert spent == plan.planned_tokens(SPEEDRUN) == 571_342_848
-    assert SPEEDRUN.windows(None, SPEEDRUN.eval_context) == dict(L=2560, S=768)
-    assert [row[0] for row in rows] == [0, 700, 707, 1400, 1414, 2120]
 
 
 def test_columns_of_the_table_are_overridden():
@@ -69,16 +34,9 @@ def test_columns_of_the_table_are_overridden():
     assert {row.row_tokens for row in rows} == {16_384}
     assert {row.batch_tokens for row in rows} == {262_144}
     assert {cfg.top_lr(part / 9) for part in range(10)} == {1.5}
-    off |= {"EXTENSION_ITERATIONS": "0", "EVAL_WINDOW": "0"}
-    for window, sizes in (("512", (512, 256)), ("0", (16_384, 8192))):
-        cfg = load_config(off | {"WINDOW_SCHEDULE": window})
-        rows = cfg.stages()
-        assert [row.first_step for row in rows] == [0, 8, 16, 24]
-        assert {row.window for row in rows} == {int(window)}
-        assert [cfg.top_lr(step / 24) for step in (0, 6, 12, 23)] == [1.5] * 4
-        assert tuple(cfg.windows(None, 16_384).values()) == sizes
-    cfg = load_config(off | {"STAGE_STARTS": "0,0.25,0.5,0.75"})
-    assert [row.first_step for row in cfg.stages()] == [0, 6, 12, 18]
+    cfg = load_config(off | {"EXTENSION_ITERATIONS": "0", "EVAL_WINDOW": "0", "WINDOW_SCHEDULE": "512"})
+    assert {row.window for row in cfg.stages()} == {512}
+    assert tuple(cfg.windows(None, 16_384).values()) == (512, 256)
     cfg = load_config({"PRESET": "speedrun", "LR_SCHEDULE": "2,3", "LR_SWITCHES": "0,0.5"})
     assert [cfg.top_lr(step / 2160) for step in (0, 1059, 1060, 2159)] == [2, 2, 3, 3]
 

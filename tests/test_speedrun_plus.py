@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 import train_gpt
 from helpers import init_parameters, train_tokenizer
-from test_fp8 import E4M3, emulate
 from test_kernels import seen_by_each, two_rows
 from train_gpt import Refused, SpeedrunPlusKernels, load_config, preset_config, window_mask
 
@@ -116,24 +115,6 @@ def test_dynamic_attention_equals_its_definition(T, window):
     assert mask.numel() <= 2 * 2 * window * (T + 2 * window)
 
 
-def test_documents_are_independent_but_for_what_the_record_carries_over():
-    """A document's scores do not depend on the one before, but by smear, key offset and bigrams of its first
-    tokens: without these not at all, with dynamic attention and pairs of heads as they are."""
-    cfg = small(key_offset=False)
-    model = randomised(cfg)
-    tokens, _ = some_tokens(rows=1)
-    tokens[0, 30] = 3
-    tokens[0, 31:] = tokens[0, 31:].clamp(min=4)
-    tokens[0, :30].clamp_(min=4)
-    other = tokens.clone()
-    other[0, 10:29] = tokens[0, 11:30]      # the last token before the document is the same
-    context = model.context(64, CPU)
-    with torch.no_grad():
-        a, b = (train_gpt.log_probs(model, x, context) for x in (tokens, other))
-    assert (a[0, :29] - b[0, :29]).abs().max() > 1e-3
-    torch.testing.assert_close(a[0, 30:], b[0, 30:], atol=1e-5, rtol=1e-5)
-
-
 # ---------------------------------------------------------------- losses, prefixes
 def test_prefixes_by_trying_every_length():
     draw = np.random.default_rng(0)
@@ -170,51 +151,6 @@ def test_texts_of_gpt2s_tokens(tmp_path):
         train_gpt.gpt2_texts(str(path))
     with pytest.raises(Refused, match="missing.json.*data gpt2-vocab.*PREFIX_WEIGHT=0"):
         train_gpt.gpt2_texts(str(tmp_path / "missing.json"))
-
-
-def test_losses_of_the_stages():
-    """Weights of a training context at every step are those of the stage, linear in it; without several
-    targets and prefixes a loss is the plain one."""
-    cfg = small(iterations=100, extension_iterations=10)
-    model = randomised(cfg)
-    weights = {}
-    for step in (0, 20, 33, 34, 50, 66, 67, 99, 105):
-        progress = cfg.progress(step, 0)
-        context = model.context(64, CPU, torch.float32, train_gpt.stage_at(cfg, progress))
-        model.update_context(context, progress)
-        weights[step] = None if context.loss_weights is None else context.loss_weights.tolist()
-    first = cfg.stages()[1].start * 100
-    second = cfg.stages()[2].start * 100
-    part = (50 - first) / (second - first)
-    assert weights[0] == [1, 0.5, 0.25, 0.25]
-    assert weights[20] == pytest.approx([1, 0.5, 0.25 * (1 - 20 / first), 0.25])
-    assert weights[50] == pytest.approx([1, 0.5 * (1 - part), 0.25 * (1 - part)])
-    assert weights[67] is weights[99] is weights[105] is None
-    alone = replace(cfg, next_targets=1, prefix_weight=0.0)
-    assert all(alone.loss_weights(part) == [1.0] for part in (0, 0.4, 0.9))
-    model = randomised(alone)
-    context = model.context(64, CPU, torch.float32, alone.stages()[0])
-    tokens, targets = some_tokens()
-    with torch.no_grad():
-        scores = model.logits(model.hidden(tokens, context))
-        wanted = F.cross_entropy(scores.flatten(0, 1), targets.flatten())
-        assert model(tokens, targets, context).item() == pytest.approx(wanted.item(), rel=1e-6)
-
-
-def test_the_stages():
-    """Of each its first step, tokens of a step and of a row, longest document, windows, and weights of the
-    losses on the next targets and of the prefix loss."""
-    cfg = preset_config("speedrun_plus")
-    found = []
-    for stage in cfg.stages():
-        windows = cfg.windows(stage, stage.row_tokens)
-        found.append((stage.first_step, stage.batch_tokens, stage.row_tokens, stage.doc_len, stage.window,
-                      windows["S"], cfg.loss_weights(stage.begins)))
-    assert found == [
-        (0, 131072, 16384, 896, 384, 128, [1, 0.5, 0.25, 0.25]),
-        (423, 262144, 32768, 2048, 896, 384, [1, 0.5, 0.25]),
-        (847, 393216, 49152, 2048, 1408, 640, [1]),
-        (1270, 393216, 49152, 2048, 1664, 768, [1])]
 
 
 def test_the_prefix_table_is_built_from_the_tokenizer():
@@ -287,70 +223,6 @@ def test_gates_may_read_the_whole_stream(settings):
 
 
 # ---------------------------------------------------------------- fp8
-class Emulated:
-    """An MLP's six products in float64 on fp8 values that emulate() makes: shares no code with Fp8MLP."""
-
-    def __init__(self, x, fc, proj, scales):
-        self.scales = [scale.double() for scale in scales]
-        self.fc = self.exact(fc)
-        self.proj = self.exact(proj)
-        self.x = self.fixed(x, 0)
-        pre = (self.x @ self.fc.T).to(torch.bfloat16)
-        self.post = pre.relu() * pre.relu()
-        self.kept = self.fixed(self.post, 1)
-        self.out = self.kept @ self.proj.T
-
-    @staticmethod
-    def exact(w):
-        scale = w.abs().amax().float() / 448
-        return emulate(w, scale, E4M3) * scale.double()
-
-    def fixed(self, x, place):
-        return emulate(x, self.scales[place].float(), E4M3) * self.scales[place]
-
-    def backward(self, grad):
-        grad = self.exact(grad)
-        post = (grad @ self.proj).to(torch.bfloat16)
-        self.pre = 2 * post * self.kept.sqrt().to(torch.bfloat16)
-        pre = self.fixed(self.pre, 2)
-        return pre @ self.fc, pre.T @ self.x, grad.T @ self.kept
-
-
-@pytest.mark.parametrize("scales", [(8.0, 16.0, 1.0), (3.0, 2.0, 0.2), (1.0, 0.5, 0.01)])
-def test_fp8_mlp_equals_its_definition(scales):
-    """Output, gradients and the largest magnitudes; scales that are too small saturate."""
-    draw = torch.Generator().manual_seed(0)
-    x, grad = (torch.randn(48, 32, generator=draw).to(torch.bfloat16) for _ in range(2))
-    fc, proj = (0.3 * torch.randn(*shape, generator=draw) for shape in ((64, 32), (32, 64)))
-    inputs = [t.requires_grad_() for t in (x, fc, proj, torch.tensor(scales) / 448)]
-    y = train_gpt.fp8_mlp(*inputs)
-    got = torch.autograd.grad(y, inputs, grad)
-    wanted = Emulated(*(t.detach() for t in inputs))
-    dx, dfc, dproj = wanted.backward(grad)
-    for mine, exact in ((y, wanted.out), (got[0], dx), (got[1], dfc), (got[2], dproj)):
-        assert (mine.double() - exact).norm() < 6e-3 * exact.norm()
-    largest = [t.abs().max().item() for t in (x, wanted.post, wanted.pre)]
-    assert got[3].tolist() == pytest.approx(largest, rel=1e-2)
-
-
-def test_fp8_qkv_equals_its_definition():
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(48, 32, generator=draw).to(torch.bfloat16)
-    matrices = [0.3 * torch.randn(rows, 32, generator=draw) for rows in (16, 16, 32)]
-    inputs = [t.requires_grad_() for t in (x, *matrices, torch.tensor([0.7]))]
-    products = train_gpt.fp8_qkv(*inputs)
-    grads = [0.1 * torch.randn(p.shape, generator=draw).to(torch.bfloat16) for p in products]
-    dx, *rest = torch.autograd.grad(products, inputs, grads)
-    packed = Emulated.exact(torch.cat(matrices).detach())
-    x8 = emulate(x.detach(), torch.tensor(8 / 448), E4M3) * (8 / 448)
-    g8 = emulate(torch.cat(grads, 1), torch.tensor(1 / 448), E4M3) / 448
-    dw = g8.T @ x8
-    wanted = [(torch.cat(products, 1), 0.7 * x8 @ packed.T), (dx, 0.7 * g8 @ packed),
-              (torch.cat(rest[:3]), 0.7 * dw), (rest[3], (dw * torch.cat(matrices)).sum().view(1))]
-    for mine, exact in wanted:
-        assert (mine.double() - exact).norm() < 6e-3 * exact.norm()
-    exact = train_gpt.qkv_linear(*inputs)
-    assert all(0 < (a - b).norm() < 0.1 * b.norm() for a, b in zip(products, exact))
 
 
 def test_scores_are_exact_and_gradients_near(monkeypatch):

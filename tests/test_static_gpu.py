@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import ROOT, SCRIPT
+from helpers import ROOT, SCRIPT, planted
 from tools.gpu import static as static_gpu
 
 MIB = 1 << 20
@@ -342,8 +342,7 @@ def cache(tmp_path_factory):
 def test_a_planted_fault_is_reported(name, tmp_path, cache):
     assert importlib.util.find_spec("triton"), "run it by `./run.sh test -m static`"
     old, new, words = PLANTED[name]
-    source = SCRIPT.read_text()
-    (tmp_path / "train_gpt.py").write_text(source.replace(old, new) if old else source)
+    planted(tmp_path, old or "", new)
     words_of = [*SMALL, "--trainer", tmp_path, "--json", tmp_path / "json", "--cache", cache]
     command = [sys.executable, "-m", "tools.gpu.static", *words_of]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -396,14 +395,12 @@ ROW_FAULTS = {
 def test_rows_beyond_two_to_the_31_by_triton_s_interpreter(name, tmp_path):
     """interpret_rows.py says equal of each row and tile, and what is planted in a copy of all is named."""
     old, new, words = ROW_FAULTS[name]
-    source = SCRIPT.read_text()
-    assert not old or source.count(old) == 1
+    planted(tmp_path, old, new)
     (tmp_path / "tools/gpu").mkdir(parents=True)
     (tmp_path / "tests").mkdir()
     for file in ("tools/__init__.py", "tools/gpu/__init__.py", "tools/gpu/interpret_kernels.py",
                  "tests/interpret_rows.py"):
         shutil.copy(ROOT / file, tmp_path / file)
-    (tmp_path / "train_gpt.py").write_text(source.replace(old, new) if old else source)
     done = subprocess.run([sys.executable, tmp_path / "tests/interpret_rows.py"], capture_output=True,
                           text=True)
     wrong = [line for line in done.stdout.splitlines() if line.startswith("DIFFERENT")]
@@ -551,13 +548,10 @@ print("hits", torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
 def test_a_changed_kernel_is_not_taken_from_the_compile_cache(tmp_path):
     """A step with loss_kernel comes whole from the cache of an earlier process, but not one with another
     source of that kernel, which its graph does not show."""
-    source = (ROOT / "train_gpt.py").read_text()
     line = "tl.store(losses + row, whole * norm / LOG2E"
-    assert source.count(line) == 1
-    changed = source.replace(line, line.replace("whole", "2 * whole"))
-    for name, text in dict(same=source, changed=changed).items():
+    for name, new in dict(same=line, changed=line.replace("whole", "2 * whole")).items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "train_gpt.py").write_text(text)
+        planted(tmp_path / name, line, new)
     env = static_gpu.environment(static_gpu.build(tmp_path), static_gpu.CARDS["h100"], 1, tmp_path)
     said = []
     for folder in (ROOT, tmp_path / "same", tmp_path / "changed"):

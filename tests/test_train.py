@@ -1,19 +1,15 @@
 """Whole runs on the toy data: ranks, micro-batches, small presets, the same bits again, memory, data."""
 import gc
-import os
 import random
 import re
-import socket
-import subprocess
 import weakref
 
 import numpy as np
 import pytest
 import torch
 
-import fork_server
 import train_gpt
-from helpers import SCRIPT, TOY, fake_run, init_parameters, look, slow, toy_of, write_shard
+from helpers import TOY, fake_run, init_parameters, slow, toy_of, write_shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,19 +48,6 @@ def test_the_trained_model_is_gone_once_the_artifact_is_read_back(train, monkeyp
     assert trained[1:] == [None]
 
 
-def test_a_checkpoint_of_another_script_is_not_called_damaged(train, root):
-    """It may have constants that this one lacks."""
-    done = train(STEPS, ITERATIONS="2", SAVE_EVERY="1")
-    assert done.code == 0, done.err
-    (done.folder / "result.json").unlink()
-    payload = torch.load(done.folder / "checkpoint.pt", weights_only=True)
-    payload["code_sha256"] = "0" * 64
-    payload["config"]["gone_since"] = 0.0
-    torch.save(payload, done.folder / "checkpoint.pt")
-    again = train({}, RESUME=done.folder.name)
-    assert again.code == 2 and "train_gpt.py is not what" in again.err and "damaged" not in again.err
-
-
 # -------------------------------------------------------------------------------- ranks and micro-batches
 @pytest.fixture(scope="module")
 def alone(go):
@@ -100,12 +83,6 @@ def test_two_ranks_agree_with_one(alone, go):
     assert len(re.findall(r"^step:20/20 train_loss", two.out, re.M)) == 1
 
 
-def test_micro_batches_agree_with_one_batch(short, train):
-    done = train(STEPS, ITERATIONS="6", DEVICE_BATCH_SIZE="4")
-    assert done.code == 0 and " micro_batch:4x64 tokens\n" in done.out
-    same_losses(done.losses, short.losses, 6)
-
-
 @pytest.mark.slow
 def test_three_ranks_share_six_sequences(go):
     """A number of ranks that is no power of two, on as many sequences as it divides."""
@@ -114,35 +91,6 @@ def test_three_ranks_share_six_sequences(go):
     three = go(six, ranks=3)
     assert one.code == 0 and three.codes == [0] * 3, three.err
     same_losses(three.losses, one.losses, 12)
-
-
-@pytest.mark.slow
-def test_two_nodes_agree_with_one(alone, root, tmp_path):
-    """Two torchruns of one rank each, which meet on this host but share no folder, as two hosts would not."""
-    (tmp_path / "data").symlink_to(root / "data")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
-    env |= STEPS | {"OMP_NUM_THREADS": "1", "RUN_ID": "nodes"}
-    jobs = []
-    for node, folder in enumerate((root, tmp_path)):
-        launcher = ["-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc_per_node=1",
-                    "--rdzv-backend=c10d", "--rdzv-id=test", f"--rdzv-endpoint=127.0.0.1:{port}",
-                    f"--rdzv-conf=is_host={int(node == 0)}", "--local-addr=127.0.0.1"]
-        jobs.append(subprocess.Popen([fork_server.start(), *launcher, SCRIPT], cwd=folder, env=env, text=True,
-                                     stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-    try:
-        texts = [job.communicate(timeout=300) for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    assert [job.returncode for job in jobs] == [0, 0], texts
-    runs = [look(folder / "logs/nodes") for folder in (root, tmp_path)]
-    first, other = sorted(runs, key=lambda run: run.result is None)
-    same_losses(first.losses, alone.losses)
-    assert other.result is None and not other.log, "rank 0's host has the run folder, the other none"
-    assert sorted("val_loss" in out for out, _ in texts) == [False, True]
 
 
 @pytest.mark.slow
@@ -171,11 +119,6 @@ GOLF_LINE = """PRESET=golf VOCAB_SIZE=1024 NUM_LAYERS=9 MODEL_DIM=512 NUM_HEADS=
 # ... and a cap that the pace of no machine comes near: the warmdown in steps begins by the clock
 GOLF = SMALL | dict(MODEL_DIM="32", TRAIN_SEQ_LEN="64", ITERATIONS="4", WARMUP_STEPS="1",
                     MAX_WALLCLOCK_SECONDS="1e7")
-SPEEDRUN = SMALL | dict(
-    PRESET="speedrun", TRAIN_BATCH_TOKENS="256", MODEL_DIM="48", TRAIN_SEQ_LEN="128", MAX_DOC_LEN="400",
-    WINDOW_SCHEDULE="16,32,48,56", WINDOW_BLOCK="8", EVAL_WINDOW="96", EVAL_CONTEXT="512", ITERATIONS="6",
-    EXTENSION_ITERATIONS="2", MUON_MOMENTUM_WARMUP_STEPS="3", MUON_MOMENTUM_COOLDOWN_STEPS="2",
-    WARMUP_STEPS="0", VAL_TOKENS="1500", TRAIN_LOG_EVERY="1")
 
 
 def golf_line():
@@ -186,52 +129,6 @@ def test_constants_of_the_golf_command_line():
     """Those that are not given are the preset's."""
     cfg = train_gpt.load_config(golf_line())
     assert cfg.preset == "golf" and set(train_gpt.overrides(cfg)) == {name.lower() for name in GOLF}
-
-
-@pytest.mark.slow
-def test_golf_command_line(go):
-    """On one rank and on two."""
-    line = golf_line()
-    one = go(line)
-    two = go(line, ranks=2)
-    assert one.code == two.code == 0, one.err + two.err
-    same_losses(two.losses, one.losses, 4)
-    assert one.result["val_bpb"] == pytest.approx(two.result["val_bpb"], abs=1e-4)
-    exact = re.findall(r"^final_int8_zlib_roundtrip_exact val_loss:\S+ val_bpb:(\S+)$", one.out, re.M)
-    assert [float(bpb) for bpb in exact] == pytest.approx([one.result["val_bpb"]], abs=1e-8)
-    assert one.result["preset"] == "golf" and one.result["artifact_within_limit"] is True
-    assert set(one.result["overrides"]) == {"run_id"} | {name.lower() for name in GOLF}
-
-
-@pytest.mark.slow
-def test_speedrun_scaled_down(train, go, monkeypatch):
-    """All stages with rows that get longer, the extension and the final window; the same on one rank, on two,
-    in micro-batches, and to the bit after a longer warmup."""
-    seen = []
-    context = train_gpt.SpeedrunModel.context
-
-    def spy(model, T, device, dtype=None, stage=None):
-        seen.append((T, stage.window if stage else model.cfg.scoring_window()))
-        return context(model, T, device, dtype, stage)
-
-    monkeypatch.setattr(train_gpt.SpeedrunModel, "context", spy)
-    one = train(SPEEDRUN)
-    assert one.code == 0, one.err
-    stages = [(128, 16), (256, 32), (384, 48), (384, 56)]
-    assert seen[:4] == stages                                       # the warmup
-    assert seen[4] == (512, 16)                                     # a first score, with the first window
-    assert [*dict.fromkeys(seen[5:])][:4] == stages
-    assert seen[-1][1] == 96                                        # the last score
-    assert one.result["tokens"] == 256 * (2 * 1 + 2 * 2 + 2 * 3 + 2 * 3) and one.result["steps"] == 8
-    assert one.losses[8] < one.losses[1] - 0.5
-    micro = train(SPEEDRUN, DEVICE_BATCH_SIZE="1")
-    again = train(SPEEDRUN, WARMUP_STEPS="5")
-    two = go(SPEEDRUN, ranks=2)
-    for other in (micro, again, two):
-        assert other.code == 0, other.err
-        same_losses(other.losses, one.losses, 8)
-        assert other.result["val_loss_partial"] == pytest.approx(one.result["val_loss_partial"], abs=1e-4)
-    assert again.weights == one.weights and again.losses == one.losses
 
 
 # -------------------------------------------------------------------------------- the same again
@@ -461,15 +358,3 @@ def test_epochs_wrap(train, tmp_path):
     assert done.result["tokens"] == 7 * 512
     assert done.result["val_bpb"] is None and done.result["val_loss"] > 0
     assert "\ndata: val_bytes:None\n" in done.out
-
-
-def test_batch_schedule(train):
-    """gpt2 in three stages of as equally many steps as can be; more entries than a recipe has stages are
-    refused."""
-    three = toy_of("gpt2", BATCH_SCHEDULE="1,2,3", TRAIN_BATCH_TOKENS="256", VAL_TOKENS="512",
-                   VAL_LOSS_EVERY="0", DEPTH="0", TARGET_PARAM_DATA_RATIO="0", CORE="0", MAX_EPOCHS="0")
-    done = train(three, ITERATIONS="8")
-    assert done.code == 0 and done.result["tokens"] == 256 * (3 * 1 + 3 * 2 + 2 * 3), done.err
-    assert done.result["steps"] == 8 and 8 in done.val_losses
-    refused = train(TOY, BATCH_SCHEDULE="1,2,3")
-    assert refused.code == 2 and "tiny has 2 stages" in refused.err

@@ -137,21 +137,13 @@ def test_the_live_line_has_mfu_on_a_gpu():
     assert ", mfu:?, " in progress.live()[1]
 
 
-def test_mfu_is_by_the_stage():
-    """The speedrun's later stages see further back."""
-    progress = watch.Progress()
-    progress.gpus = 8 * ["NVIDIA H100 80GB HBM3"]
-    progress.flops = plan.stage_flops(train_gpt.preset_config("speedrun"))
-    early, late = [float(progress.mfu(step, 4e6)[4:9]) for step in (1, 2000)]
-    assert 0.2 < early < late < 0.5
-
-
 # A run of 200 steps that validates on its way, and scores in further ways at its end: lines and events
 MIDDLE = [
     "data: embedded train tokens:25176420 in 1 shards, val tokens:429104", "run folder: logs/a",
     EVENTS["run folder:"], "world_size:1 device:cpu",
     "warmup before the clock, compiling: about some minutes",
     "setup:1752ms compile:25111ms", EVENTS["setup:"],
+    "counting n-grams", "n-grams of 9 tokens counted in 1.0 s",
     "evaluating val_loss", dict(kind="val", step=100, steps=200, val_loss=2.0), EVENTS["step:50/"],
     "evaluating CORE", "core_metric:0.100000 tasks:22 seconds:1.0",
     "evaluating val_loss", dict(kind="val", step=200, steps=200, val_loss=2.0),
@@ -171,8 +163,9 @@ def test_what_is_evaluated_is_said():
         stages += [progress.stage] if [progress.stage] != stages[-1:] else []
     assert stages == [
         "reading the data", "setting up", "compiling, about some minutes the first time", "training",
-        "evaluating val_loss", "training", "evaluating CORE", "training", "evaluating val_loss",
-        "writing the model", "evaluating the artifact", "evaluating sliding", "writing the result"]
+        "counting n-grams", "training", "evaluating val_loss", "training", "evaluating CORE", "training",
+        "evaluating val_loss", "writing the model", "evaluating the artifact", "evaluating sliding",
+        "writing the result"]
     progress = watch.Progress()
     start = EVENTS["run folder:"]
     progress.take(start | dict(config=dict(eval_from="logs/a/final_model.pt")))
@@ -212,14 +205,6 @@ def test_the_exit_code_and_last_words_are_the_scripts(tmp_path):
     assert code == 1 and "why" in lines
 
 
-def test_counting_is_a_stage_of_its_own():
-    progress = watch.Progress()
-    progress.take(EVENTS["setup:"])
-    for line, stage in (("setup:1ms compile:2ms", "training"), ("counting n-grams", "counting n-grams"),
-                        ("n-grams of 9 tokens counted in 1.0 s", "training")):
-        assert progress.read(line) is None and progress.stage == stage
-
-
 WAITS = """
 import signal, sys, time
 def came(number, frame):
@@ -233,7 +218,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("sent, received", [
-    ("INT", "INT"), ("TERM", "TERM"), ("HUP", "TERM"), ("USR1", "USR1"), ("USR2", "USR2"), ("QUIT", "QUIT")])
+    ("INT", "INT"), ("HUP", "TERM"), ("USR2", "USR2")])
 def test_a_signal_reaches_the_script_once(tmp_path, sent, received):
     (tmp_path / "waits.py").write_text(WAITS)
 
@@ -248,8 +233,7 @@ def test_a_signal_reaches_the_script_once(tmp_path, sent, received):
     process.send_signal(getattr(signal, f"SIG{sent}"))
     out, err = process.communicate(timeout=300)
     assert out == f"got {received}\n" and process.returncode == 7
-    asks = sent not in ("USR2", "QUIT")
-    assert err == (f"{watch.STOPPING}\n" if asks else "")
+    assert err == ("" if sent == "USR2" else f"{watch.STOPPING}\n")
 
 
 COUNTS = """
@@ -294,16 +278,6 @@ def counting(tmp_path):
         guard.kill([process.pid, *guard.below(process.pid)], signal.SIGKILL)
         process.wait()
         process.stdout.close()
-
-
-@pytest.mark.parametrize("sent", ["KILL", "QUIT", "USR1", "USR2", "ABRT", "SEGV"])
-def test_nothing_outlives_the_watcher(sent, counting):
-    process = counting("one")
-    children = guard.below(process.pid)
-    process.send_signal(getattr(signal, f"SIG{sent}"))
-    assert process.wait(300) != 0
-    wait_until(lambda: not any(map(is_there, children)))
-    assert not counting.moves("one", 0.1)
 
 
 def test_what_is_stopped_stands_still(counting):
@@ -392,10 +366,7 @@ def test_wandb_and_trackio_get_scalars_and_config(kind, run, tmp_path):
 
 
 UNWELL = {      # where it fails: what is put in the package's place
-    "no key": ('def init(project, name, config):\n    return Run()',
-               'def init(**_):\n    raise ValueError("api_key not configured")'),
     "an exit at the start": ("    print(\"init\"", "    raise SystemExit(1)\n    print(\"init\""),
-    "at the first scalar": ('print("logged"', 'raise ConnectionError("no route"); print("logged"'),
     "later": ('print("logged"', 'assert step and step < 1000; print("logged"'),
     "at the end": ('print("finished"', 'raise OSError("no space"); print("finished"'),
     "when it is imported": ("import json", "import json\nraise TypeError('Descriptors cannot be created')")}
