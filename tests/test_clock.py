@@ -186,7 +186,7 @@ def test_checkpoints_take_no_time_of_the_cap(save_every, train, paced, monkeypat
 def test_the_epochs_end_a_capped_run(train, paced):
     """Before a step that would read past them, whatever time is left."""
     paced()
-    done = train(CAPPED, MAX_WALLCLOCK_SECONDS="3000", MAX_EPOCHS="1", TRAIN_BATCH_TOKENS="8192")
+    done = train(CAPPED, MAX_WALLCLOCK_SECONDS="20", MAX_EPOCHS="1", TRAIN_BATCH_TOKENS="8192")
     assert done.code == 0 and done.result["stop_reason"] == "max_epochs", done.err
 
     assert done.result["tokens"] == 14 * 8192

@@ -863,6 +863,8 @@ def test_micro_batch(fits, world_size, asked, micro):
     cfg = train_gpt.replace(
         load_config(SMALL), vocab_size=512, train_batch_tokens=12 * 64, device_batch_size=asked)
     needs = [plan.step_memory(cfg, CPU, n) for n in range(13)]
+    # weights, gradients and the two moments, in float32
+    assert needs[0] >= 16 * plan.parameter_counts(cfg).total()
     assert 0 < needs[0] < needs[1]
     assert needs[12] - needs[0] == pytest.approx(12 * (needs[1] - needs[0]), abs=12)
     assert plan.micro_batch(cfg, fitting(cfg, world_size, fits)) == micro
