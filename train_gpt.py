@@ -1036,7 +1036,7 @@ def open_data(cfg: Any, log: Logger = print) -> Data:
         groups = {file["path"]: file.get("row_groups") for file in manifest.get("files", [])}
         files = {split: sorted(folder.glob(f"[!.]*_{split}_*[0-9].bin")) for split in ("train", "val")}
         require(files["train"] and files["val"],
-                f"no shards at {show(cfg.data_path)!r}: `./run.sh {cfg.preset}` gets them")
+                f"no shards at {show(cfg.data_path)!r}: ./run.sh data; ./run.sh {cfg.preset} gets its own")
         train = [Shard(path, len(open_shard(path)), groups.get(path.name)) for path in files["train"]]
         val = np.concatenate([open_shard(path) for path in files["val"]])
         sha256 = {path.name: file_sha256(path) for path in files["val"]}

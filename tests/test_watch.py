@@ -137,6 +137,15 @@ def test_the_live_line_has_mfu_on_a_gpu():
     assert ", mfu:?, " in progress.live()[1]
 
 
+def test_mfu_is_by_the_stage():
+    """The speedrun's later stages see further back."""
+    progress = watch.Progress()
+    progress.gpus = 8 * ["NVIDIA H100 80GB HBM3"]
+    progress.flops = plan.stage_flops(train_gpt.preset_config("speedrun"))
+    early, late = [float(progress.mfu(step, 4e6).removeprefix("mfu:")) for step in (1, 2000)]
+    assert 0.2 < early < late < 0.5
+
+
 # A run of 200 steps that validates on its way, and scores in further ways at its end: lines and events
 MIDDLE = [
     "data: embedded train tokens:25176420 in 1 shards, val tokens:429104", "run folder: logs/a",

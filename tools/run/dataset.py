@@ -3,6 +3,7 @@ trainer itself finds out is found out here, too."""
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,7 +40,7 @@ def advice(folder: Path) -> str:
     own = Path("data/datasets", folder.name)
     if has_shards(own):
         return f"did you mean DATA_PATH={own}?"
-    if folder.is_file():
+    if os.path.isfile(folder):  # False, too, for a name that is too long
         return f"make one of this text with `{command(['--text', str(folder), '--name', folder.stem])}`"
     return f"get it with `{command_for(folder)}`"
 
