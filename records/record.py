@@ -17,11 +17,12 @@ verify/   what a record folder claims: folders.py (the tracks' rules, folders on
           new_record.py (a folder from runs), rules.py (all rules in turn, which are in checks.py,
           evidence.py, of logs alone, and replay.py), source.py (what a script shows without running it),
           scripts.py (scripts by commit and preset), leak_probe.py
-judge/    what is better: runs.py (logs and statistics), scores.py (which scores compare), trials.py (what
-          trains or compares), tries.py (changes on proxies), sequential.py (their statistics)
+judge/    what is better: runs.py (logs), scores.py (which scores compare), significance.py (means, t-tests,
+          verdicts), trials.py (what trains or compares), tries.py (changes on proxies), sequential.py (their
+          evidence)
 foreign/  trees of other projects: audit.py, and pages.py, what their pages claim
 show/     board.py (leaderboards), board_page.py (the HTML page: board_rows, board_chart, board_style),
-          curves.py (pictures), names.py (what tells runs apart), export.py (models for other programs)
+          curves.py (pictures), labels.py (what tells runs apart), export.py (models for other programs)
 
 Exit 0: done, and nothing fails; 1: a rule fails; 2: refused.
 """

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers import ROOT, SCRIPT, planted
-from tools.gpu.plan import PRESETS
+from tools.gpu.agenda import PRESETS
 
 pytestmark = pytest.mark.static
 OLDEST = torch.__version__.startswith("2.11.")

@@ -17,7 +17,7 @@ import train_gpt
 from helpers import OURS, ROOT, load_module, planted, run_cli, wait_until, with_boards
 from tools.dev import bench
 from tools.gpu import parts as gpu_parts
-from tools.gpu import plan as gpu_plan
+from tools.gpu import agenda
 from tools.gpu import report as gpu_report
 from tools.gpu import results as gpu_results
 from tools.gpu import seen_on_gpu
@@ -79,7 +79,7 @@ def whole(tmp_path):
 
 
 def part_of(part="train", preset="golf", seconds=1.0, GiB=1.0, unseen=("trains",)):
-    return gpu_plan.Part(part, preset, seconds, GiB, [*unseen])
+    return agenda.Part(part, preset, seconds, GiB, [*unseen])
 
 
 def test_the_file_is_valid_whenever_the_report_is_killed(whole, monkeypatch):
@@ -135,13 +135,13 @@ class Host:
         self.running = []
 
     def start(self, part):
-        limit = gpu_report.PATIENCE * part.expected_s * gpu_plan.slowness(self.parts)
+        limit = gpu_report.PATIENCE * part.expected_s * agenda.slowness(self.parts)
         seconds = limit if part.name() in self.hang else self.factor * part.expected_s
         state = "stopped" if part.name() in self.hang else "failed" if part.name() in self.fail else "done"
         began = self.seconds
         self.running.append(part)
         self.most = max(self.most, len(self.running))
-        if part.part in gpu_plan.ALONE:
+        if part.part in agenda.ALONE:
             assert self.running == [part]
 
         def poll():
@@ -159,7 +159,7 @@ class Host:
         def skip(part, why):
             self.skipped[part.name()] = why
 
-        gpu_plan.carry_out(self.parts, self.start, skip, self, 60 * minutes, GiB)
+        agenda.carry_out(self.parts, self.start, skip, self, 60 * minutes, GiB)
         return self
 
     def now(self):
@@ -174,10 +174,10 @@ def seen_so_far():
     return {(row.preset, row.goal) for row in rows if not row.given}
 
 
-def whole_plan(presets=gpu_plan.PRESETS, seen=None):
-    kinds = [part for part in gpu_plan.PARTS if part != "environment"]
-    first = gpu_plan.make_plan([], ["environment"], [], False)
-    return first + gpu_plan.make_plan(presets, kinds, seen_so_far() if seen is None else seen, False)
+def whole_plan(presets=agenda.PRESETS, seen=None):
+    kinds = [part for part in agenda.PARTS if part != "environment"]
+    first = agenda.make_plan([], ["environment"], [], False)
+    return first + agenda.make_plan(presets, kinds, seen_so_far() if seen is None else seen, False)
 
 
 FIRST = ["tiny train", "golf_plus train", "speedrun_plus train"]
@@ -191,7 +191,7 @@ def test_what_no_card_has_shown_comes_first():
     assert names.index("golf train") < names.index("golf resume") < names.index("tiny kernels")
     (depth,) = [row for row in gpu_results.shown(gpu_results.reports()) if "trains" in row and row.given]
     assert depth.preset == "gpt2_plus" and "gpt2_plus train" in names[1:6]
-    everything = {(preset, goal) for preset in gpu_plan.PRESETS for goal in gpu_plan.GOALS}
+    everything = {(preset, goal) for preset in agenda.PRESETS for goal in agenda.GOALS}
     assert not [part for part in whole_plan(seen=everything)[1:] if part.unseen]
 
 
@@ -202,7 +202,7 @@ def test_nothing_begins_that_the_time_does_not_hold(factor):
     parts = whole_plan()
     host = Host(parts, factor).run(10)
     ends = [end for _, end in host.times.values()]
-    assert max(ends) <= 600 and host.most == gpu_plan.MOST
+    assert max(ends) <= 600 and host.most == agenda.MOST
     done = {part.name() for part in parts if part.state == "done"}
     assert done | {*host.skipped} == {part.name() for part in parts}
     assert {*FIRST} <= done and ("gpt2 train" in done) == (factor < 1.4)
@@ -219,27 +219,27 @@ def test_a_part_that_hangs_or_fails_holds_up_no_other(kind):
     assert host.skipped == {
         f"golf_plus {part}": "there is no run of golf_plus that ended well" for part in ("score", "resume")}
     assert {states[name] for name in states if name not in host.skipped} == {"done"}
-    rest = gpu_plan.tell_rest(parts)
+    rest = agenda.tell_rest(parts)
     assert rest.startswith("still unseen: train: golf_plus; score: golf_plus; resume: golf_plus; about ")
 
 
 def test_parts_side_by_side_fit_into_memory_and_one_that_waits_for_training_lets_others_pass():
     running = [part_of("train", "golf", GiB=4)]
     waiting = [part_of("score", "golf"), part_of("train", "tiny", GiB=5), part_of("train", "gpt2", GiB=4)]
-    assert gpu_plan.next_part(waiting, running, 8) is None    # in order: what comes after it waits, too
-    assert gpu_plan.next_part(waiting, running, 9) is waiting[1]
-    assert gpu_plan.next_part([part_of("loop", "tiny")], running, 99) is None
-    assert gpu_plan.next_part([part_of("train", "gpt2", GiB=99)], [], 8).preset == "gpt2"
+    assert agenda.next_part(waiting, running, 8) is None    # in order: what comes after it waits, too
+    assert agenda.next_part(waiting, running, 9) is waiting[1]
+    assert agenda.next_part([part_of("loop", "tiny")], running, 99) is None
+    assert agenda.next_part([part_of("train", "gpt2", GiB=99)], [], 8).preset == "gpt2"
 
 
 def test_the_tables_of_needs_have_every_part_of_every_preset():
-    assert {*gpu_plan.PRESETS} == {*with_boards()}
+    assert {*agenda.PRESETS} == {*with_boards()}
     for preset in with_boards():
-        for part in gpu_plan.SHOWS:
-            if part != "resume" or preset not in gpu_plan.LARGE:
-                assert min(gpu_plan.needed(part, preset, False)) > 0
+        for part in agenda.SHOWS:
+            if part != "resume" or preset not in agenda.LARGE:
+                assert min(agenda.needed(part, preset, False)) > 0
         artifact = train_gpt.load_config(dict(PRESET=preset)).score_artifact
-        assert bool(artifact) == (preset in gpu_plan.WITH_ARTIFACT)
+        assert bool(artifact) == (preset in agenda.WITH_ARTIFACT)
 
 
 # ---------- processes
@@ -568,12 +568,12 @@ def test_the_table_of_the_page(tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps(result()))
     lines = table_of(tmp_path)
     where = "H100, 2.13.0, 2026-12-01"
-    assert lines[0] == "| | " + " | ".join(gpu_plan.GOALS) + " |"
-    golf = dict(zip(gpu_plan.GOALS, lines[3].split(" | ")[1:]))
+    assert lines[0] == "| | " + " | ".join(agenda.GOALS) + " |"
+    golf = dict(zip(agenda.GOALS, lines[3].split(" | ")[1:]))
     assert lines[3].startswith("| golf | ") and golf.pop("scores apart") == ""
     assert {cell.removesuffix(" |") for cell in golf.values()} == {where}
     (tmp_path / "mine.json").write_text(json.dumps(result(side_by_side=True, given=dict(DEPTH="12"))))
-    golf = dict(zip(gpu_plan.GOALS, table_of(tmp_path)[3].split(" | ")[1:]))
+    golf = dict(zip(agenda.GOALS, table_of(tmp_path)[3].split(" | ")[1:]))
     assert golf["trains"] == f"{where} (DEPTH=12)" and golf["kernels timed"] == ""
 
 

@@ -12,7 +12,8 @@ import pytest
 
 import fork_server
 from helpers import ROOT
-from records.judge import runs
+from records.judge import runs, significance
+from records.judge.significance import judge
 from records.verify import folders, new_record
 
 RULER = "=" * 100
@@ -175,10 +176,10 @@ def test_stats_of_golf(tool, golf):
 
 
 def test_a_small_p_is_not_printed_as_zero():
-    shown = [runs.show_p(p) for p in (0.66, 0.0123, 1.1e-4, 9.9e-5, 0.0)]
+    shown = [significance.show_p(p) for p in (0.66, 0.0123, 1.1e-4, 9.9e-5, 0.0)]
     assert shown == ["0.6600", "0.0123", "0.0001", "<1e-4", "<1e-4"]
-    assert runs.test_line(runs.Test(9.0, 2.0, 0.006)) == "t=9.00 df=2 p=0.0060"
-    assert runs.test_line(runs.Test(90.0, 4.0, 1e-9)) == "t=90.00 df=4 p<1e-4"
+    assert significance.test_line(significance.Test(9.0, 2.0, 0.006)) == "t=9.00 df=2 p=0.0060"
+    assert significance.test_line(significance.Test(90.0, 4.0, 1e-9)) == "t=90.00 df=4 p<1e-4"
 
 
 def test_stats_with_a_baseline(tool, tmp_path):
@@ -361,11 +362,11 @@ def test_equal_runs_are_seldom_called_better_and_real_gains_mostly():
     better = 0
     found = 0
     for n in (3, 5, 8, 12):
-        effect = runs.detectable(0.004, n)
+        effect = significance.detectable(0.004, n)
         for _ in range(25):
             a, b = rng.normal(1.35, 0.004, (2, n))
-            better += runs.judge(a, b, "val_bpb")["verdict"] == "better"
-            found += runs.judge(a, rng.normal(1.35, 0.004, n) - effect, "val_bpb")["verdict"] == "better"
+            better += judge(a, b, "val_bpb")["verdict"] == "better"
+            found += judge(a, rng.normal(1.35, 0.004, n) - effect, "val_bpb")["verdict"] == "better"
     assert better <= 5 and found >= 80
 
 
@@ -377,16 +378,16 @@ def test_a_log_in_the_current_folder(monkeypatch):
 
 def test_too_few_runs_say_how_many_are_needed():
     rng = np.random.default_rng(1)
-    verdict = runs.judge(rng.normal(1.35, 0.004, 4), rng.normal(1.347, 0.004, 4), "val_bpb")["verdict"]
+    verdict = judge(rng.normal(1.35, 0.004, 4), rng.normal(1.347, 0.004, 4), "val_bpb")["verdict"]
     more = int(re.search(r"about (\d+) more runs? per side", verdict)[1])
-    assert verdict.startswith("cannot tell") and runs.detectable(0.004, 4 + more) < 0.004 * 2
-    assert runs.judge([1.0], [2.0], "val_bpb")["verdict"].startswith("cannot tell: each side needs")
+    assert verdict.startswith("cannot tell") and significance.detectable(0.004, 4 + more) < 0.004 * 2
+    assert judge([1.0], [2.0], "val_bpb")["verdict"].startswith("cannot tell: each side needs")
     for std in (0.001, 0.04):       # detectable and needed are inverse
         for n in (3, 6, 14):
-            assert runs.runs_needed(runs.detectable(std, n) * 1.0001, std) == n
+            assert significance.runs_needed(significance.detectable(std, n) * 1.0001, std) == n
     # higher CORE is better
-    assert runs.judge([0.25, 0.251, 0.249], [0.27, 0.271, 0.269], "core")["verdict"] == "better"
-    assert runs.test_target([0.26, 0.262, 0.261], 0.256525, "core").p < 0.01
+    assert judge([0.25, 0.251, 0.249], [0.27, 0.271, 0.269], "core")["verdict"] == "better"
+    assert significance.target_test([0.26, 0.262, 0.261], 0.256525, "core").p < 0.01
 
 
 # A trainer that is quick: its score follows SEED and MATRIX_LR, or --matrix-lr

@@ -17,8 +17,8 @@ from data import inputs
 from records.foreign import pages
 from records.foreign.pages import CONTRADICTION, NO_EVIDENCE, Finding
 from records.judge.runs import (
-    DATE, FINAL, RULER, STEP, Refused, Run, demand, describe, excerpt, identity, p_term, recipe_of,
-    same_losses, test_target)
+    DATE, FINAL, RULER, STEP, Refused, Run, demand, excerpt, identity, recipe_of, same_losses)
+from records.judge.significance import describe, p_term, target_test
 from records.verify import source
 from records.verify.checks import DAMAGE, LOOK_ONLY
 from records.verify.folders import TRACKS, Folder
@@ -231,7 +231,7 @@ def target_findings(runs: list[Run], track: TrackRules) -> Iterator[Finding]:
             continue
         mean = describe(losses).mean
         n = len(losses)
-        test = test_target(losses, track.target, "val_loss")
+        test = target_test(losses, track.target, "val_loss")
         z = (track.target - mean) * n ** 0.5
         if {"z": z >= 0.004, "t": bool(test) and test.p < 0.01, "": mean <= track.target}[track.test]:
             return

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from records.judge.runs import (
-    Run, describe, identity, score_kind, show)
+from records.judge.runs import Run, identity, score_kind, show
+from records.judge.significance import describe
 from records.verify.folders import Folder
 
 # Ranks of a finding: two things in the folder exclude each other, or a rule of the track; nothing in the

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from records.judge.runs import (
-    Run, demand, demand_no_dead_link, demand_samples, demand_seed, describe, equal_point, identity,
-    judge, judge_lines, load_runs, name_of, pick_metric, read_log, read_runs, same_losses, show, stats_line,
-    test_line, test_target, test_welch, why_not_another)
+    Run, demand, demand_no_dead_link, demand_samples, demand_seed, equal_point, identity, load_runs, name_of,
+    pick_metric, read_log, read_runs, same_losses, show, why_not_another)
+from records.judge.significance import (
+    describe, judge, judge_lines, stats_line, test_line, target_test, welch_test)
 from records.judge.scores import comparable_curves, demand_comparable, name_of_metric
 from records.show.curves import draw
-from records.show.names import telling_names
+from records.show.labels import telling_names
 from records.verify.folders import sha256
 
 
@@ -107,7 +108,7 @@ def compare(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
     for axis, name, unit in (("seconds", "time", "s"), ("tokens", "tokens", "tokens")):
         if point := equal_point(a, b, axis, splits):
             (kind, place), of_a, of_b = point
-            test, _ = test_welch(of_a, of_b, "val_loss")
+            test, _ = welch_test(of_a, of_b, "val_loss")
             say(f"at equal {name} ({place:,.0f} {unit}): {kind} A {of_a.mean():.4f}, B {of_b.mean():.4f}, "
                 f"{test_line(test)}")
     of_a, of_b = ([run.value(metric) for run in runs] for runs in (a, b))
@@ -162,7 +163,7 @@ def stats(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
         test = None
         told = "no test: a target is not a loss of these tokens"
         if shown == metric:
-            test = test_target(values, args.target, metric)
+            test = target_test(values, args.target, metric)
             told = test_line(test)
         out["test"] = test and test._asdict()
         say(f"against {args.target:.10g}: {told}")

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from data import inputs
-from records.judge.runs import batch_means, demand, describe, show, show_p
+from records.judge.runs import batch_means, demand, show
+from records.judge.significance import describe, show_p
 from records.verify import folders
 from records.verify.checks import LOOK_ONLY, Rule, first_difference, require
 from records.verify.folders import NEWEST, RULES, Folder, best_before, rank_key, records_of, table

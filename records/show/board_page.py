@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from records.judge.runs import Refused, demand, describe, make_folder, show
+from records.judge.runs import Refused, demand, make_folder, show
+from records.judge.significance import describe
 from records.judge.scores import name_of_metric, partial_line
 from records.show.board_chart import chart_of, colors_of
 from records.show.board_rows import Item, Row, Section, group_name, rows_of_paths, samples_of, sections_of
 from records.show.board_style import SCRIPT, STYLE
-from records.show.names import constants_of, differing
+from records.show.labels import constants_of, differing
 
 LIMIT = 4_000_000       # bytes of the page
 MOST_COLUMNS = 5        # runs of one's own whose constants are listed

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data import inputs
-from records.judge.runs import DATE, Refused, Run, demand, describe, find_logs, read_runs
+from records.judge.runs import DATE, Refused, Run, demand, find_logs, read_runs
+from records.judge.significance import describe
 from records.judge.scores import differences, part_of_val
-from records.show.names import NEVER_TOLD, without_date
+from records.show.labels import NEVER_TOLD, without_date
 from records.verify.folders import read_json, track_of
 
 MOST_SAMPLE = 4000      # characters of a run's samples

@@ -9,7 +9,7 @@ import numpy as np
 
 from records.judge.runs import Run, demand, load_runs, make_folder, mean_curve, points_with
 from records.judge.scores import differences
-from records.show.names import telling_names, without_date
+from records.show.labels import telling_names, without_date
 from records.verify.folders import best_before, records_of, track_of
 
 SPLITS = {"train": "train", "val": "val", "part": "a part of val"}

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import inputs
-from records.judge.runs import (
-    RESUMED, Refused, Run, describe, same_losses, test_line, test_welch)
+from records.judge.runs import RESUMED, Refused, Run, same_losses
+from records.judge.significance import describe, test_line, welch_test
 from records.judge.scores import differences
 from records.verify import leak_probe, scripts, source
 from records.verify.folders import (
@@ -562,7 +562,7 @@ def check_baseline(folder: Folder, before: dict[str, Any]) -> None:
         same(base.file, "sha256 of its source", digest, before["name"], before["code_sha256"])
     if track.rank != "time":
         values = [base.value(track.metric) for base in logs]
-        test, _ = test_welch(values, folder.values(track.metric), track.metric)
+        test, _ = welch_test(values, folder.values(track.metric), track.metric)
         require(test and test.p < track.p,
                 f"against the baseline logs: {test_line(test)}, the rule asks for p < {track.p}")
 

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from data import inputs
 from records.judge.runs import (
-    DATE, HIGHER_IS_BETTER, MAX_LOGS, Refused, Run, Stats, Test, demand, demand_no_dead_link, describe,
-    find_logs, outermost, read_log, read_logs, show, stats_line, test_line, test_target, test_welch)
+    DATE, HIGHER_IS_BETTER, MAX_LOGS, Refused, Run, demand, demand_no_dead_link, find_logs, outermost,
+    read_log, read_logs, show)
+from records.judge.significance import Stats, Test, describe, stats_line, test_line, target_test, welch_test
 
 HOME = Path(__file__).resolve().parent.parent       # records/
 ROOT = HOME.parent
@@ -258,7 +259,7 @@ class Folder:
         metric = self.track.metric
         before = self.submission.get("before")
         if track.target is not None:
-            return f"{metric} against {track.target}", test_target(self.values(metric), track.target, metric)
+            return f"{metric} against {track.target}", target_test(self.values(metric), track.target, metric)
         if self.first_of_track():
             return "the first record of its track", None
         if before and track.start is None:      # a track of our own: both sides are runs, on the same machine
@@ -267,7 +268,7 @@ class Folder:
             if self.baseline:
                 claim += " run again"
                 old = [run.value(metric) for run in self.baseline]
-            return f"{claim}, Welch", test_welch(old, self.values(metric), metric)[0]
+            return f"{claim}, Welch", welch_test(old, self.values(metric), metric)[0]
         if before:
             goal = before["mean"]
             name = before["name"]
@@ -282,7 +283,7 @@ class Folder:
         claim = f"{metric} against {show(metric, goal)}, {name}"
         if margin:
             claim += f" less {track.margin} {track.unit}"
-        return claim, test_target(self.values(metric), goal, metric)
+        return claim, target_test(self.values(metric), goal, metric)
 
 
 def shared_config(config: dict[str, str]) -> dict[str, str]:
@@ -461,7 +462,7 @@ def before_lines(folder: Folder) -> list[str]:
     if folder.baseline:
         values = [run.value(metric) for run in folder.baseline]
         times = [run.time for run in folder.baseline]
-        test, _ = test_welch(values, folder.values(metric), metric)
+        test, _ = welch_test(values, folder.values(metric), metric)
         of_metric = describe(folder.values(metric)).mean / describe(values).mean
         of_time = describe(folder.values("time")).mean / describe(times).mean
         lines += ["", f"Its script on the same machine: {stats_line(metric, describe(values))}; time "

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from tools.dev import bench
-from tools.gpu import plan as gpu_plan
+from tools.gpu import agenda
 from tools.gpu import seen_on_gpu, static, training
 from tools.run import plan
 from tools.run.machine import Machine
@@ -191,7 +191,7 @@ def settings_of(spec: dict[str, Any]) -> dict[str, str]:
     settings |= random_data(cfg, Path("..", f"{spec['preset']}_data").resolve(), toy)
     settings |= dict(MAX_WALLCLOCK_SECONDS="0", VAL_LOSS_EVERY="0", MAX_EPOCHS="0")
     if not toy and not cfg.device_batch_size:
-        memory = gpu_plan.MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory
+        memory = agenda.MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory
         machine = bench.machine_of(train_gpt.Team(cfg, {}), int(memory))
         settings["DEVICE_BATCH_SIZE"] = rows_that_fit(cfg, machine)
     if spec["part"] in TRAINING:

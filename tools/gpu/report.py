@@ -47,9 +47,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tools.gpu import plan as gpu_plan
+from tools.gpu import agenda
 from tools.gpu import results as gpu_results
-from tools.gpu.plan import PRESETS, SHOWS, Part
+from tools.gpu.agenda import PRESETS, SHOWS, Part
 from tools.run import surroundings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +114,7 @@ class Report:
 
     def memory(self) -> float:
         """GiB that parts may fill."""
-        return gpu_plan.MEMORY_SHARE * self.found["machine"].get("memory_GiB", TOY_GiB)
+        return agenda.MEMORY_SHARE * self.found["machine"].get("memory_GiB", TOY_GiB)
 
 
 # ---------- processes
@@ -164,7 +164,7 @@ class Job:
         self.position = 0  # in the file of events
         self.began = time.perf_counter()
         on_cpu = report.found["toy"] or "STATIC_NAME" in os.environ
-        expected = part.expected_s * gpu_plan.slowness(report.parts)
+        expected = part.expected_s * agenda.slowness(report.parts)
         patient = max(LEAST_LIMIT_ON_A_CPU if on_cpu else LEAST_LIMIT, PATIENCE * expected)
         part.limit_s = min(patient, max(1.0, report.left()))
         self.cut = part.limit_s < patient  # by the end of the report, so it may be well if it is stopped
@@ -243,7 +243,7 @@ def job_of(part: Part, args: argparse.Namespace, report: Report, folder: Path) -
     if args.toy:
         env["OMP_NUM_THREADS"] = "1"
     else:
-        workers = max(2, len(os.sched_getaffinity(0)) // gpu_plan.MOST)
+        workers = max(2, len(os.sched_getaffinity(0)) // agenda.MOST)
         env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(workers))
     return Job(part, [sys.executable, "-m", "tools.gpu.parts", "spec.json"], own, env, report)
 
@@ -264,7 +264,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     unknown = [name for name in args.only if name not in SHOWS]
     if unknown:
         parser.error(f"--only: {unknown[0]} is none of {', '.join(SHOWS)}")
-    if {*args.only} & {*gpu_plan.AFTER_TRAIN} and "train" not in args.only:
+    if {*args.only} & {*agenda.AFTER_TRAIN} and "train" not in args.only:
         args.only.insert(0, "train")  # whose file and checkpoint they take
     args.presets = [word for word in args.words if "=" not in word] or [*PRESETS]
     args.given = dict([word.split("=", 1) for word in args.words if "=" in word])
@@ -293,7 +293,7 @@ def conclude(report: Report, complete: bool) -> int:
     if not report.found["toy"]:
         if changes:
             print("Set: " + "; ".join(dict.fromkeys(changes)))
-        print(gpu_plan.tell_rest(report.parts))
+        print(agenda.tell_rest(report.parts))
     return int(counts["FAULT"] > 0)
 
 
@@ -301,7 +301,7 @@ def planned(args: argparse.Namespace) -> list[Part]:
     """The parts that are asked for; of a toy those that do not train are done of one preset."""
     rows = gpu_results.shown(gpu_results.reports())
     shown = {(row.preset, row.goal) for row in rows if not row.given}
-    parts = gpu_plan.make_plan(args.presets, args.only, shown, args.toy)
+    parts = agenda.make_plan(args.presets, args.only, shown, args.toy)
     if args.toy and len(args.presets) > 1:
         parts = [part for part in parts if part.part == "train" or part.preset == MEASURED_TOY]
     return parts
@@ -316,18 +316,18 @@ def measure(args: argparse.Namespace, report: Report, folder: Path) -> None:
 
     def carry_out() -> None:
         seconds = 60 * args.minutes
-        gpu_plan.carry_out(report.parts, start, report.skip, report, seconds, report.memory())
+        agenda.carry_out(report.parts, start, report.skip, report, seconds, report.memory())
 
     try:
-        report.parts = gpu_plan.make_plan([], ["environment"], [], args.toy)
+        report.parts = agenda.make_plan([], ["environment"], [], args.toy)
         carry_out()
         if not args.toy and not report.found["machine"].get("gpu"):
             text = "torch finds no GPU, so no preset was measured: --toy rehearses on a CPU"
             report.say(report.parts[0], "FAULT", text)
             return
         rest = planned(args)
-        slow = gpu_plan.slowness(report.parts)
-        for line in gpu_plan.tell_plan(rest, report.memory(), report.left(), slow):
+        slow = agenda.slowness(report.parts)
+        for line in agenda.tell_plan(rest, report.memory(), report.left(), slow):
             print(line, flush=True)
         report.parts += rest
         carry_out()

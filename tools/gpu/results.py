@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.gpu import seen_on_gpu
-from tools.gpu.plan import GOALS, PRESETS, WITH_ARTIFACT
+from tools.gpu.agenda import GOALS, PRESETS, WITH_ARTIFACT
 from tools.run import cards
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.gpu import kernel_costs
 from tools.gpu import seen_on_gpu
-from tools.gpu.plan import PRESETS
+from tools.gpu.agenda import PRESETS
 from tools.run.cards import CARDS, Card
 
 if TYPE_CHECKING:  # imported by the process that measures, from the folder of --trainer

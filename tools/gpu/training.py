@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 import train_gpt
-from tools.gpu import plan as gpu_plan
+from tools.gpu import agenda
 from train_gpt import Log, Run
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def settings_of(
     steps = STEPS_OF_A_TOY if toy else STEPS
     half = str(steps // 2)
     more = dict(ITERATIONS=str(steps), VAL_LOSS_EVERY=half, TRAIN_LOG_EVERY="5", RUN_ID=preset)
-    if preset not in gpu_plan.LARGE:
+    if preset not in agenda.LARGE:
         more["SAVE_EVERY"] = half
     if not toy:
         # golf's warmdown of 3,000 steps would leave 0.006 of its LR after the first one
