@@ -75,7 +75,9 @@ def find_model(word: str) -> Path:
     if path.is_file():
         return path
     known = named_folders()
-    folder = path if path.is_dir() else known.get(word)
+    folder = known.get(word)    # before a folder of that name, such as mine/ of docs/first_change.md
+    if folder is None and path.is_dir():
+        folder = path
     if folder is None:
         near = difflib.get_close_matches(path.name, known, 3, 0.4)
         hint = f"did you mean {', '.join(near)}?" if near else f"here are {newest()}"
