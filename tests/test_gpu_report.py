@@ -311,17 +311,17 @@ def test_rows_at_a_time_are_what_fits_into_the_card(monkeypatch):
 KILLED = """
 import sys
 sys.path.insert(0, {root!r})
-from tools.gpu import plan, report as gpu_report
+from tools.gpu import agenda, report as gpu_report
 from pathlib import Path
 report = gpu_report.Report(Path("report.json"), gpu_report.parse(["--toy"]), "")
-report.parts = [plan.Part("train", name, 1.0, 1.0) for name in "abcdef"]
+report.parts = [agenda.Part("train", name, 1.0, 1.0) for name in "abcdef"]
 def start(part):
     folder = Path(part.preset)
     folder.mkdir()
     code = "import time; time.sleep(" + dict(a="0.1", b="0.2", c="0.3").get(part.preset, "600") + ")"
     words = [sys.executable, "-IS", "-c", code]
     return gpu_report.Job(part, words, folder.resolve(), dict(MARK={mark!r}), report)
-plan.carry_out(report.parts, start, report.skip, report, 600, 8.0)
+agenda.carry_out(report.parts, start, report.skip, report, 600, 8.0)
 """
 
 
