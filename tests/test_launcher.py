@@ -745,6 +745,17 @@ def test_restarts(restarts, tasks, count, ends, place, marker):
                                 for code, n in zip(tasks, left)]
 
 
+def test_a_logger_gets_each_step_once_though_the_run_is_restarted(place, marker):
+    """The events of the first attempt lie in the file that the second one continues."""
+    (place / "wandb.py").write_text(WANDB.replace("*values.values()", '"logged", step'))
+    code, out, _ = ended(start(
+        place, marker, "--run-id=r", "LOGGER=wandb", "RESTARTS=1", tasks=[1, 0], SAVES="1",
+        words=["train_gpt.py", "--run-id=r", "--x=1"], PYTHONPATH=f"{place}:{ROOT}"))
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("logged")] == [
+        *[f"logged {step}" for step in range(1, 11)] * 2, "logged None"]     # None: the samples
+
+
 def test_without_a_checkpoint_there_is_no_restart(place, marker):
     assert ended(start(place, marker, tasks=[1, 0], RESTARTS="3"))[0] == 1 and len(attempts(place)) == 1
 

@@ -549,6 +549,19 @@ def test_folders_that_hold_no_data(path, workplace, refused):
     assert "no train and val shards at " in refused(**SMALL | dict(DATA_PATH=path))
 
 
+def test_a_dataset_by_its_name_and_a_text_are_answered(workplace, refused):
+    """As `sample` and `bench` take the name."""
+    assert "did you mean DATA_PATH=data/datasets/toy?" in refused(**SMALL | dict(DATA_PATH="toy"))
+    Path("mine.txt").write_text("a text")
+    said = refused(**SMALL | dict(DATA_PATH="mine.txt"))
+    assert "mine.txt --name mine`" in said and "./run.sh data --text" in said
+
+
+def test_a_plan_shows_what_was_changed(call):
+    _, out, _ = call("golf", "MATRIX_LR=0.031", "--dry-run")
+    assert "override matrix_lr 0.02 -> 0.031" in out
+
+
 def test_a_large_dataset_is_sampled_and_that_is_said(workplace, call, refused, monkeypatch):
     """64 places of each shard: its digest is not compared, a hole is still found, and so are tokens beyond
     the vocabulary."""

@@ -245,22 +245,23 @@ def arms_table(settings: dict[str, str], texts: list[str], steps: int, skipped: 
         lacks = [name for name in settings if name not in names_of(trainer)]
         if lacks:
             print(f"{text} does not have {', '.join(lacks)}: ignored there")
-        run, rehearsal = prepare(settings | own, steps, trainer)
+        run, warmup_seconds = prepare(settings | own, steps, trainer)
         times: list[float] = []
         step = timed(step_function(trainer, run), run.team.wait, times)
-        arms.append((text or "(as it is)", run, step, times, rehearsal))
+        arms.append((text or "(as it is)", run, step, times, warmup_seconds))
     for _ in range(steps + skipped):
         for _, run, step, *_ in arms:
             step(run.loader.next(run.cfg.train_batch_tokens))
     first: list[float] = []
     print(f"{machine(run.team)}; {steps} steps of each arm in turn")
-    for text, run, _, times, rehearsal in arms:
+    for text, run, _, times, warmup_seconds in arms:
         mine = [seconds / run.cfg.train_batch_tokens for seconds in times[skipped:]]
         first = first or mine
         low, middle, high = statistics.quantiles((a / b for a, b in zip(mine, first)), n=4)
         token = statistics.median(mine)
         print(f"{1e3 * token * run.cfg.train_batch_tokens:8.2f} ms a step {1 / token:8,.0f} tok/s, time per "
-              f"token {middle:.3f} ({low:.3f} to {high:.3f}) of the first, warmup {rehearsal:4.1f} s: {text}")
+              f"token {middle:.3f} ({low:.3f} to {high:.3f}) of the first, warmup "
+              f"{warmup_seconds:4.1f} s: {text}")
 
 
 # ---------- for gpu-report and tests

@@ -41,7 +41,8 @@ def advice(folder: Path) -> str:
     if has_shards(own):
         return f"did you mean DATA_PATH={own}?"
     if os.path.isfile(folder):  # False, too, for a name that is too long
-        return f"make one of this text with `{command(['--text', str(folder), '--name', folder.stem])}`"
+        path = os.path.relpath(folder)
+        return f"make one of this text with `{command(['--text', path, '--name', folder.stem])}`"
     return f"get it with `{command_for(folder)}`"
 
 
