@@ -1776,14 +1776,20 @@ if triton:
         tile = tl.load(source + row[:, None] * V + column[None, :], mask=inside)
         tl.store(out + column[:, None] * N + row[None, :], tl.trans(tile), mask=tl.trans(inside))
 
+def stored_once(x: Tensor) -> Tensor:
+    """x itself. Compiled, it is written to memory once for all that read it: Inductor (2.11 and 2.13) writes
+    a copy for each fp8 matmul and each Triton kernel of ours, but only one buffer for as_strided()."""
+    return x.as_strided(x.shape, x.stride())
+
 def kernel_transpose(x: Tensor) -> Tensor:
-    """x (N, V) -> its transpose (V, N), contiguous, by transpose_kernel. Inductor does not tile the copy of
-    what a Triton kernel of ours has written: the speedrun's 2.47 GB took 18.7 ms on an H100. Nor does torch
-    2.13 where it fuses the copy with a reduction, as in fp8_mlp's backward pass. Ours takes 1.8 ms there."""
+    """x (N, V), contiguous -> its transpose (V, N), contiguous, by transpose_kernel. Inductor does not tile
+    the copy of what a Triton kernel of ours has written: the speedrun's 2.47 GB took 18.7 ms on an H100. Nor
+    does torch 2.13 where it fuses the copy with a reduction, as in fp8_mlp's backward pass. Ours takes 1.8 ms
+    there."""
     N, V = x.shape
     out = x.new_empty(V, N)
     tiles = (triton.cdiv(N, 64), triton.cdiv(V, 128))
-    transpose_kernel[tiles](x, out, N, V, ROWS=64, COLUMNS=128, num_warps=8)
+    transpose_kernel[tiles](stored_once(x), out, N, V, ROWS=64, COLUMNS=128, num_warps=8)
     return out
 
 class Fp8FusedLoss(torch.autograd.Function):
@@ -5414,6 +5420,11 @@ class SpeedrunPlusOptimizer(Optimizer):
         if self.scales:
             self.scales.reset()
 
+def amax_by_rows(x: Tensor) -> Tensor:
+    """max |x| of x (N, M), 0-dim, fp32: of each row first, which Inductor fuses with what else reads x. The
+    maximum of 49,152 x 3,072 numbers at once would read them a second time."""
+    return x.abs().amax(1).amax().float()
+
 class Fp8MLP(torch.autograd.Function):
     """mlp() of x (N, C), fc (hidden, C), proj (C, hidden) with all six products in e4m3. Weights and the
     output's gradient are scaled by their own maximum, everything else by scales (3,), see DelayedScales. The
@@ -5426,7 +5437,7 @@ class Fp8MLP(torch.autograd.Function):
         proj8, scale_proj = to_fp8(proj, None, torch.float8_e4m3fn)
         post = scaled_mm(x8, fc8, scale_x, scale_fc).relu().square()
         post8, _ = to_fp8(post, scale_post, torch.float8_e4m3fn)
-        largest = torch.stack((x.abs().amax().float(), post.amax().float()))
+        largest = torch.stack((amax_by_rows(x), amax_by_rows(post)))
         ctx.save_for_backward(x8, fc8, proj8, post8, scale_fc, scale_proj, scales, largest)
         ctx.transpose = transpose
         return scaled_mm(post8, proj8, scale_post, scale_proj, fast=True)
@@ -5436,14 +5447,14 @@ class Fp8MLP(torch.autograd.Function):
         x8, fc8, proj8, post8, scale_fc, scale_proj, scales, largest = ctx.saved_tensors
         t = ctx.transpose
         scale_x, scale_post, scale_pre = scales.unbind()
-        grad8, scale_grad = to_fp8(grad, None, torch.float8_e4m3fn)
+        grad8, scale_grad = to_fp8(stored_once(grad), None, torch.float8_e4m3fn)
         grad_proj = scaled_mm(t(grad8), t(post8), scale_grad, scale_post)
         root = (post8.float() * scale_post).sqrt().to(torch.bfloat16)  # relu(x @ fc.T), recomputed
         pre = 2 * scaled_mm(grad8, proj8.t(), scale_grad, scale_proj) * root  # gradient of x @ fc.T
         pre8, _ = to_fp8(pre, scale_pre, torch.float8_e4m3fn)
         grad_fc = scaled_mm(t(pre8), t(x8), scale_pre, scale_x)
         grad_x = scaled_mm(pre8, fc8.t(), scale_pre, scale_fc)
-        largest = torch.cat((largest, pre.abs().amax().float()[None]))
+        largest = torch.cat((largest, amax_by_rows(pre)[None]))
         return grad_x.to(grad.dtype), grad_fc.float(), grad_proj.float(), largest, None
 
 def fp8_mlp(x: Tensor, fc: Tensor, proj: Tensor, scales: Tensor, transpose: Kernel = torch.t) -> Tensor:
