@@ -32,7 +32,6 @@ import argparse
 import ctypes
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -44,7 +43,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tools.gpu import agenda
@@ -63,22 +61,24 @@ LINES_SHOWN = 8  # of the output of what failed
 PATIENCE = 2.0  # times what is expected on this host: then a part is stopped
 LEAST_LIMIT = 60.0  # s
 LEAST_LIMIT_ON_A_CPU = 600.0  # which may do other things, too: a toy, or the stand-in for a GPU
-HEARTBEAT = 15.0  # s between two lines about a part that does the same as before
-QUIET = 3.0  # s between two lines about a part
+HEARTBEAT = 10.0  # s between two lines about a part
 
 
 # ---------- the file
 class Report:
-    """All that is known, on the screen and in a JSON file, which is replaced as a whole at each change."""
+    """All that is known, on the screen and in a JSON file, which is replaced as a whole at each change. With
+    now() and pause() it is the clock of the plan."""
 
-    def __init__(self, path: Path, args: argparse.Namespace, begun: str) -> None:
+    def __init__(self, path: Path, args: argparse.Namespace) -> None:
         self.path = path
         self.began = time.perf_counter()
-        self.found: dict[str, Any] = dict(
-            version=3, commit=commit_of_here(), toy=args.toy, complete=False, begun=begun,
-            minutes=args.minutes, given=args.given, machine={}, parts=[], operators={}, verdicts=[],
-        )  # fmt: skip
         self.parts: list[Part] = []
+        git = subprocess.getoutput(f"git -C '{ROOT}' rev-parse --short HEAD 2>/dev/null")
+        self.found: dict[str, Any] = dict(
+            version=3, commit=git, toy=args.toy, complete=False,
+            begun=datetime.now(UTC).isoformat(timespec="seconds"), minutes=args.minutes, given=args.given,
+            machine={}, parts=[], operators={}, verdicts=[],
+        )  # fmt: skip
         self.write()
 
     def write(self) -> None:
@@ -92,17 +92,15 @@ class Report:
         self.found["verdicts"].append(row)
         self.write()
         print(f"{row['verdict']:5} {row['preset']:8} {row['text']}", flush=True)
-        for line in row["figures"].get("last_lines", []):
-            print(f"      | {line}", flush=True)
 
-    def say(self, part: Part, verdict: str, text: str, **figures: Any) -> None:
-        self.add(dict(part=part.part, preset=part.preset, verdict=verdict, text=text, figures=figures))
+    def say(self, part: Part, verdict: str, text: str) -> None:
+        self.add(dict(part=part.part, preset=part.preset, verdict=verdict, text=text, figures={}))
 
     def skip(self, part: Part, why: str) -> None:
         self.say(part, "skip", f"{part.part}: {why}")
 
     def now(self) -> float:
-        """Seconds since it began; with pause() the clock of the plan."""
+        """Seconds since it began."""
         return time.perf_counter() - self.began
 
     def pause(self) -> None:
@@ -122,7 +120,9 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 
 
-def start_process(words: Sequence[str], folder: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_process(
+    words: Sequence[str], folder: Path, env: Mapping[str, str], output: Path
+) -> subprocess.Popen[bytes]:
     """A process in a group of its own, which the kernel kills when this one ends, however that ends."""
     parent = os.getpid()
 
@@ -131,7 +131,7 @@ def start_process(words: Sequence[str], folder: Path, env: Mapping[str, str]) ->
         if os.getppid() != parent:  # it ended in between
             os._exit(1)
 
-    with open(folder / "output.txt", "ab") as file:
+    with open(output, "ab") as file:
         return subprocess.Popen(
             words, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             start_new_session=True, preexec_fn=bound_to_parent,
@@ -145,15 +145,9 @@ def stop_process(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def last_lines(path: Path) -> list[str]:
-    """The last lines of a file that say something."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line.rstrip()[:200] for line in lines if line.strip()][-LINES_SHOWN:]
-
-
 class Job:
-    """A part that runs, in a folder of its own: its output goes to output.txt, and its process writes what it
-    does and finds to events.jsonl."""
+    """A part that runs, in a folder of its own: what its process prints goes to output.txt, what it finds to
+    events.jsonl."""
 
     def __init__(
         self, part: Part, words: Sequence[str], folder: Path, env: Mapping[str, str], report: Report
@@ -161,40 +155,41 @@ class Job:
         self.part = part
         self.folder = folder
         self.report = report
-        self.position = 0  # in the file of events
+        self.taken = 0  # lines of events
         self.began = time.perf_counter()
         on_cpu = report.found["toy"] or "STATIC_NAME" in os.environ
         expected = part.expected_s * agenda.slowness(report.parts)
         patient = max(LEAST_LIMIT_ON_A_CPU if on_cpu else LEAST_LIMIT, PATIENCE * expected)
         part.limit_s = min(patient, max(1.0, report.left()))
         self.cut = part.limit_s < patient  # by the end of the report, so it may be well if it is stopped
-        self.process = start_process(words, folder, env)
-        part.doing = "starting"
+        self.process = start_process(words, folder, env, folder / "output.txt")
         self.tell()
+
+    def last_lines(self) -> list[str]:
+        """What it has printed last."""
+        lines = (self.folder / "output.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line.rstrip()[:200] for line in lines if line.strip()][-LINES_SHOWN:] or ["starting"]
 
     def tell(self) -> None:
         """A line about what it does now."""
         self.told = time.perf_counter()
-        self.said = self.part.doing
+        doing = self.last_lines()[-1][:60]
         seconds = self.told - self.began
-        print(f"...   {self.part.preset:8} {self.part.part}: {self.said}, {seconds:.0f} s", flush=True)
+        print(f"...   {self.part.preset:8} {self.part.part}: {doing}, {seconds:.0f} s", flush=True)
 
     def take_events(self) -> None:
-        """What the process has told since the last call, by whole lines: verdicts, what it does, the
-        machine, operators."""
+        """What the process has found since the last call, by whole lines: verdicts, machine, operators."""
         file = self.folder / "events.jsonl"
-        content = file.read_bytes()[self.position :] if file.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        self.position += len(whole)
+        lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
         found = self.report.found
-        for line in whole.splitlines():
+        for line in lines[self.taken:]:
             event = json.loads(line)
             if "verdict" in event:
                 self.report.add(event)
-            self.part.doing = event.get("doing", self.part.doing)
-            found["machine"] = event.get("machine", found["machine"])
             if "operators" in event:
                 found["operators"][self.part.preset] = event["operators"]
+            found["machine"] = event.get("machine", found["machine"])
+        self.taken = len(lines)
 
     def poll(self) -> bool:
         """Takes what is new. Has it ended?"""
@@ -203,29 +198,32 @@ class Job:
         now = time.perf_counter()
         self.part.seconds = round(now - self.began, 1)
         if code is None and self.part.seconds <= self.part.limit_s:
-            if now - self.told > (HEARTBEAT if self.part.doing == self.said else QUIET):
+            if now - self.told > HEARTBEAT:
                 self.tell()
             return False
-        self.end(code)
+        stop_process(self.process)  # and what it may have left
+        self.part.state = "done"
+        if code != 0:
+            self.fail(code)
+        self.report.write()
         return True
 
-    def end(self, code: int | None) -> None:
-        """What became of it; None: it ran longer than it may. What failed shows its last lines."""
-        stop_process(self.process)  # and what it may have left
+    def fail(self, code: int | None) -> None:
+        """Why it did not end well, with its last lines; None: it ran longer than it may."""
         part = self.part
-        if code == 0:
-            part.state = "done"
-            self.report.write()
-            return
-        part.state = "stopped" if code is None else "failed"
-        part.last_lines = last_lines(self.folder / "output.txt")
+        part.state = "failed"
+        part.last_lines = self.last_lines()
+        why = f"exit code {code}"
+        verdict = "FAULT"
         if code is None:
+            part.state = "stopped"
             why = f"stopped after {part.seconds:.0f} s"
-        else:
-            why = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        verdict = "skip" if code is None and self.cut else "FAULT"
-        text = f"{part.part}: {why}, at: {part.doing}"
-        self.report.say(part, verdict, text, last_lines=part.last_lines)
+            verdict = "skip" if self.cut else "FAULT"
+        elif code < 0:
+            why = f"ended by {signal.Signals(-code).name}"
+        self.report.say(part, verdict, f"{part.part}: {why}, at: {part.last_lines[-1]}")
+        for line in part.last_lines:
+            print(f"      | {line}", flush=True)
 
 
 def job_of(part: Part, args: argparse.Namespace, report: Report, folder: Path) -> Job:
@@ -233,10 +231,7 @@ def job_of(part: Part, args: argparse.Namespace, report: Report, folder: Path) -
     start as many workers as there are cores."""
     own = folder / part.name().replace(" ", "_")
     own.mkdir()
-    spec = dict(
-        part=part.part, preset=part.preset, given=args.given, toy=args.toy, here=str(Path.cwd()),
-        machine=report.found["machine"],
-    )  # fmt: skip
+    spec = dict(part=part.part, preset=part.preset, given=args.given, toy=args.toy, here=str(Path.cwd()))
     (own / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
     env = dict(os.environ, PYTHONUNBUFFERED="1")
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
@@ -271,26 +266,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def commit_of_here() -> str:
-    if not shutil.which("git"):
-        return ""
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-
 def conclude(report: Report, complete: bool) -> int:
     """The last lines; the exit code."""
     verdicts = report.found["verdicts"]
     counts = Counter([row["verdict"] for row in verdicts])
-    report.found["complete"] = complete
-    report.found["seconds"] = round(report.now(), 1)
+    report.found |= dict(complete=complete, seconds=round(report.now(), 1))
     report.write()
-    changes = [row["figures"]["change"] for row in verdicts if row["verdict"] == "set"]
     print(
         f"\n{counts['FAULT']} faults, {counts['SLOW']} slow, {counts['ok']} ok, {counts['skip']} skipped in "
-        f"{report.found['seconds']:.0f} s; {report.path} has the figures."
+        f"{report.now():.0f} s; {report.path} has the figures."
     )
     if not report.found["toy"]:
+        changes = [row["figures"]["change"] for row in verdicts if row["verdict"] == "set"]
         if changes:
             print("Set: " + "; ".join(dict.fromkeys(changes)))
         print(agenda.tell_rest(report.parts))
@@ -299,9 +286,9 @@ def conclude(report: Report, complete: bool) -> int:
 
 def planned(args: argparse.Namespace) -> list[Part]:
     """The parts that are asked for; of a toy those that do not train are done of one preset."""
-    rows = gpu_results.shown(gpu_results.reports())
-    shown = {(row.preset, row.goal) for row in rows if not row.given}
-    parts = agenda.make_plan(args.presets, args.only, shown, args.toy)
+    shown = gpu_results.shown(gpu_results.reports())
+    seen = [(preset, goal) for preset, goal, given in shown if not given]
+    parts = agenda.make_plan(args.presets, args.only, seen, args.toy)
     if args.toy and len(args.presets) > 1:
         parts = [part for part in parts if part.part == "train" or part.preset == MEASURED_TOY]
     return parts
@@ -315,8 +302,7 @@ def measure(args: argparse.Namespace, report: Report, folder: Path) -> None:
         return job_of(part, args, report, folder)
 
     def carry_out() -> None:
-        seconds = 60 * args.minutes
-        agenda.carry_out(report.parts, start, report.skip, report, seconds, report.memory())
+        agenda.carry_out(report.parts, start, report.skip, report, 60 * args.minutes, report.memory())
 
     try:
         report.parts = agenda.make_plan([], ["environment"], [], args.toy)
@@ -335,30 +321,23 @@ def measure(args: argparse.Namespace, report: Report, folder: Path) -> None:
         for part in report.parts:
             if part.state == "running":  # it ends with this process
                 part.state = "stopped"
-        report.write()
-
-
-def interrupted(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
     print("...   importing torch", flush=True)
-    from tools.dev import bench
-    from train_gpt import RECIPES, Refused, require
+    from tools.run.names import constants_of
+    from train_gpt import RECIPES
 
-    try:
-        for preset in args.presets:
-            require(preset in RECIPES, f"{preset} is none of {', '.join(RECIPES)}")
-        bench.check_names(args.given)
-    except Refused as error:
-        print(f"gpu-report: {error}", file=sys.stderr)
+    unknown = {*args.presets} - {*RECIPES}
+    unknown |= {*args.given}.difference(*[constants_of(preset) for preset in RECIPES])
+    if unknown:
+        word = min(unknown)
+        print(f"gpu-report: {word} is neither a constant nor one of {', '.join(RECIPES)}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, interrupted)
-    begun = datetime.now(UTC).isoformat(timespec="seconds")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="gpu_report_") as folder:
-        report = Report(args.json, args, begun)
+        report = Report(args.json, args)
         try:
             measure(args, report, Path(folder))
         except KeyboardInterrupt:

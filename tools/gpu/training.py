@@ -21,7 +21,7 @@ import torch
 
 import train_gpt
 from tools.gpu import agenda
-from train_gpt import Log, Run
+from train_gpt import Run
 
 if TYPE_CHECKING:
     from tools.gpu.parts import Report, Subject
@@ -93,17 +93,8 @@ def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def run_main(subject: Subject, **more: str) -> Path:
-    """The folder of a run by main(), whose lines tell what the part does now. Where it does not end well, the
-    process ends with its exit code."""
-    said = Log.__call__
-
-    def say(log: Log, *lines: object, **event: Any) -> None:
-        if lines and "sha256" not in str(lines[-1]):
-            subject.report.doing(str(lines[-1])[:60])
-        said(log, *lines, **event)
-
-    with mock.patch.object(Log, "__call__", say):
-        code = train_gpt.main([], os.environ | subject.settings | more)
+    """The folder of a run by main(). Where it does not end well, the process ends with its exit code."""
+    code = train_gpt.main([], os.environ | subject.settings | more)
     if code:
         sys.exit(code)
     return Path("logs", subject.settings["PRESET"])
@@ -122,10 +113,10 @@ def train(subject: Subject) -> None:
     result = result_of(run)
     losses = [event["train_loss"] for event in events_of(run, "train")]
     scores = scores_of(run)
-    good = len(losses) > 1 and bool(scores) and all([math.isfinite(n) for n in [*losses, *scores.values()]])
+    good = all([math.isfinite(number) for number in [*losses, *scores.values()]])
     on_text = subject.settings["VAL_TOKENS"] == TEXT_TOKENS
     data = Path(subject.settings["DATA_PATH"]).name if on_text else "random tokens"
-    told = f"loss {losses[0]:.4f} to {losses[-1]:.4f}" if losses else "no loss"
+    told = f"loss {losses[0]:.4f} to {losses[-1]:.4f}"
     for kind, words in (("trained", "val"), ("artifact", "as read back")):
         if kind in scores:
             told += f", {words} {scores[kind]:.4f}"
@@ -135,8 +126,7 @@ def train(subject: Subject) -> None:
         peak = torch.cuda.max_memory_reserved() / 2**30
         told += f"; micro_batch {result['micro_batch']}, {peak:.1f} GiB"
     text = f"train: {result['steps']} steps on {data}, {told}"
-    figures = dict(losses=losses, scores=scores, steps=result["steps"], micro_batch=result["micro_batch"])
-    subject.report.say("ok" if good else "FAULT", text, compiled=compiled, **figures)
+    subject.report.say("ok" if good else "FAULT", text, losses=losses, scores=scores, compiled=compiled)
 
 
 def compare_scores(report: Report, text: str, run: Path, before: Path) -> None:
