@@ -22,8 +22,7 @@ is fixed. SLOW: time that a run would lose. set: a constant or a line to change,
 0.5 ms a step and a tenth of that part. note: nothing to judge. skip: not done, with the reason. Lines that
 begin with `...` tell what is being done.
 
-Shapes are those of one rank of eight, tokens are random; tiny and golf train on text where their data are
-here or DATA_PATH names some. Exit code 1: some verdict is FAULT.
+Shapes are those of one rank of eight, tokens are random. Exit code 1: some verdict is FAULT.
 """
 
 from __future__ import annotations
@@ -231,8 +230,7 @@ def job_of(part: Part, args: argparse.Namespace, report: Report, folder: Path) -
     start as many workers as there are cores."""
     own = folder / part.name().replace(" ", "_")
     own.mkdir()
-    spec = dict(part=part.part, preset=part.preset, given=args.given, toy=args.toy, here=str(Path.cwd()))
-    (own / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
+    spec = json.dumps(dict(part=part.part, preset=part.preset, given=args.given, toy=args.toy))
     env = dict(os.environ, PYTHONUNBUFFERED="1")
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     if args.toy:
@@ -240,7 +238,7 @@ def job_of(part: Part, args: argparse.Namespace, report: Report, folder: Path) -
     else:
         workers = max(2, len(os.sched_getaffinity(0)) // agenda.MOST)
         env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(workers))
-    return Job(part, [sys.executable, "-m", "tools.gpu.parts", "spec.json"], own, env, report)
+    return Job(part, [sys.executable, "-m", "tools.gpu.parts", spec], own, env, report)
 
 
 # ---------- the command
