@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,30 +15,13 @@ import exact
 import train_gpt
 from helpers import OURS, ROOT, load_module, planted, run_cli, wait_until, with_boards
 from tools.dev import bench
+from tools.gpu import agenda, seen_on_gpu, training
 from tools.gpu import parts as gpu_parts
-from tools.gpu import agenda
 from tools.gpu import report as gpu_report
 from tools.gpu import results as gpu_results
-from tools.gpu import seen_on_gpu
 from tools.gpu import static as static_gpu
-from tools.gpu import training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def report(tmp_path):
-    return gpu_parts.Report(tmp_path / "events.jsonl", "loop", "speedrun")
-
-
-def read(report):
-    """[(verdict, text)] in the file of a part, or of a whole report."""
-    if report.path.suffix == ".json":
-        rows = json.loads(report.path.read_text())["verdicts"]
-    else:
-        lines = report.path.read_text().splitlines() if report.path.exists() else []
-        rows = [row for row in map(json.loads, lines) if "verdict" in row]
-    return [(row["verdict"], row["text"]) for row in rows]
 
 
 def planted_trainer(folder, old, new):
@@ -47,24 +29,27 @@ def planted_trainer(folder, old, new):
     return load_module(planted(folder, old, new), "train_gpt_planted")
 
 
+def verdicts_of(report):
+    return [(row["verdict"], row["text"]) for row in report.rows]
+
+
 @pytest.fixture
-def measured(report, tmp_path, monkeypatch):
-    """The report's verdicts on a part of a toy, by a trainer; or on what a function of exact.py computes
-    there."""
+def measured(tmp_path):
+    """The verdicts on a part of a toy, by a trainer; or on what a function of exact.py computes there."""
 
     def go(trainer, what, **given):
-        monkeypatch.setattr(bench, "train_gpt", trainer)
         settings = gpu_parts.one_rank_of_eight(trainer, "speedrun", given, toy=True)
-        data = bench.random_data(tmp_path, trainer.load_config(settings), 1 << 20)
-        settings |= data | dict(MAX_WALLCLOCK_SECONDS="0", VAL_LOSS_EVERY="0", MAX_EPOCHS="0")
-        subject = gpu_parts.Subject(trainer, report, settings, True)
-        if isinstance(what, str):
-            gpu_parts.measure(subject, what)
-            return read(report)
-        run = gpu_parts.assemble(subject)
-        calls, loss_args = gpu_parts.attention_calls(run)
-        what(subject, run, calls[0][0] if what is exact.attention_numbers else loss_args)
-        return read(report)
+        settings |= bench.random_data(tmp_path / "data", trainer.load_config(settings), 1 << 20)
+        settings |= dict(MAX_WALLCLOCK_SECONDS="0", VAL_LOSS_EVERY="0", MAX_EPOCHS="0")
+        subject = gpu_parts.Subject(trainer, gpu_parts.Report(None, "loop", "speedrun"), settings, True)
+        if what in (gpu_parts.kernels, gpu_parts.loop):
+            what(subject)
+        else:
+            run = subject.assemble()
+            stage = gpu_parts.last_stage(run)
+            calls, loss_args = gpu_parts.step_calls(run, stage, *bench.next_batch(run, stage))
+            what(subject, run, calls[0][0] if what is exact.attention_numbers else loss_args)
+        return verdicts_of(subject.report)
 
     yield go
     sys.modules.pop("train_gpt_planted", None)
@@ -74,8 +59,12 @@ def measured(report, tmp_path, monkeypatch):
 @pytest.fixture
 def whole(tmp_path):
     """The report that the command keeps."""
-    args = gpu_report.parse(["--toy", "--minutes", "2"])
-    return gpu_report.Report(tmp_path / "report.json", args, "2026-12-01T10:00:00+00:00")
+    return gpu_report.Report(tmp_path / "report.json", gpu_report.parse(["--toy", "--minutes", "2"]))
+
+
+def read(report):
+    """[(verdict, text)] in its file."""
+    return [(row["verdict"], row["text"]) for row in json.loads(report.path.read_text())["verdicts"]]
 
 
 def part_of(part="train", preset="golf", seconds=1.0, GiB=1.0, unseen=("trains",)):
@@ -84,7 +73,7 @@ def part_of(part="train", preset="golf", seconds=1.0, GiB=1.0, unseen=("trains",
 
 def test_the_file_is_valid_whenever_the_report_is_killed(whole, monkeypatch):
     """It is replaced as a whole, after each verdict."""
-    whole.say(part_of(), "ok", "first", number=1)
+    whole.say(part_of(), "ok", "first")
     assert read(whole) == [("ok", "first")]
 
     def killed(*_):
@@ -96,26 +85,6 @@ def test_the_file_is_valid_whenever_the_report_is_killed(whole, monkeypatch):
     assert read(whole) == [("ok", "first")] and not json.loads(whole.path.read_text())["complete"]
     monkeypatch.undo()
     assert gpu_report.conclude(whole, complete=True) == 0 and json.loads(whole.path.read_text())["complete"]
-
-
-def test_what_fails_is_a_verdict_and_the_part_goes_on(report):
-    def broken():
-        raise RuntimeError("no kernel image\nmore")
-
-    assert report.attempt("loss", broken) is None and report.attempt("next", lambda: 3) == 3
-    assert read(report) == [("FAULT", "loss: RuntimeError: no kernel image")]
-    assert report.rows[0]["figures"]["last_lines"][-1] == "more"
-
-
-def test_an_illegal_access_ends_the_part(report):
-    """Every later call of the process would fail, too."""
-    def broken():
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    with pytest.raises(SystemExit) as end:
-        report.attempt("loss", broken)
-    assert end.value.code == 0
-    assert [verdict for verdict, _ in read(report)] == ["FAULT", "skip"]
 
 
 # ---------- the plan, on a clock of its own
@@ -169,15 +138,13 @@ class Host:
         self.seconds += 1
 
 
-def seen_so_far():
-    rows = gpu_results.shown(gpu_results.reports())
-    return {(row.preset, row.goal) for row in rows if not row.given}
-
-
 def whole_plan(presets=agenda.PRESETS, seen=None):
-    kinds = [part for part in agenda.PARTS if part != "environment"]
-    first = agenda.make_plan([], ["environment"], [], False)
-    return first + agenda.make_plan(presets, kinds, seen_so_far() if seen is None else seen, False)
+    """seen: [(preset, goal)]; None: as the committed reports have it."""
+    if seen is None:
+        shown = gpu_results.shown(gpu_results.reports())
+        seen = [(preset, goal) for preset, goal, given in shown if not given]
+    return agenda.make_plan([], ["environment"], [], False) + agenda.make_plan(
+        presets, agenda.SHOWS, seen, False)
 
 
 FIRST = ["tiny train", "golf_plus train", "speedrun_plus train"]
@@ -189,8 +156,8 @@ def test_what_no_card_has_shown_comes_first():
     names = [part.name() for part in whole_plan()]
     assert names[1:4] == FIRST and names[-4:] == ["golf score", "golf kernels", "golf loop", "speedrun loop"]
     assert names.index("golf train") < names.index("golf resume") < names.index("tiny kernels")
-    (depth,) = [row for row in gpu_results.shown(gpu_results.reports()) if "trains" in row and row.given]
-    assert depth.preset == "gpt2_plus" and "gpt2_plus train" in names[1:6]
+    shown = gpu_results.shown(gpu_results.reports())    # by another depth than the preset's
+    assert ("gpt2_plus", "trains", "DEPTH=12") in shown and "gpt2_plus train" in names[1:6]
     everything = {(preset, goal) for preset in agenda.PRESETS for goal in agenda.GOALS}
     assert not [part for part in whole_plan(seen=everything)[1:] if part.unseen]
 
@@ -245,10 +212,9 @@ def test_the_tables_of_needs_have_every_part_of_every_preset():
 # ---------- processes
 HELPER = """
 import json, os, signal, sys, time
-def say(told, **more):
-    row = dict(part="x", preset="", verdict="ok", text=told, figures={})
+def say(text):
     with open("events.jsonl", "a") as file:
-        file.write(json.dumps(row if not more else more) + "\\n")
+        print(json.dumps(dict(part="x", preset="", verdict="ok", text=text, figures={})), file=file)
 """
 
 
@@ -259,43 +225,38 @@ def job_of(part, code, whole, folder):
     return gpu_report.Job(part, words, folder, dict(os.environ), whole)
 
 
-@pytest.mark.parametrize("code, state, verdict, text", [
-    ("say('fine')", "done", "ok", "fine"),
-    ("print('one'); sys.exit(3)", "failed", "FAULT", "train: exit code 3, at: starting"),
-    ("say('', doing='a kernel'); os.kill(os.getpid(), signal.SIGSEGV)", "failed", "FAULT",
-     "train: ended by SIGSEGV, at: a kernel"),
-    ("print('here', flush=True); time.sleep(60)", "stopped", "FAULT",
-     "train: stopped after 1 s, at: starting")])
-def test_how_a_part_ends(code, state, verdict, text, whole, tmp_path, monkeypatch):
-    """Well, by an exit code, by a signal, by its limit; each with its last lines and where it was."""
-    monkeypatch.setattr(gpu_report, "LEAST_LIMIT_ON_A_CPU", 1.0)
-    part = part_of(seconds=0.1 if state == "stopped" else 20)
+@pytest.mark.parametrize("code, minutes, state, verdicts, last_lines", [
+    ("say('fine'); print('one')", 2, "done", [("ok", "fine")], []),
+    ("say('fine'); print('one'); sys.exit(3)", 2, "failed",
+     [("ok", "fine"), ("FAULT", "train: exit code 3; its last lines:")], ["one"]),
+    ("os.kill(os.getpid(), signal.SIGSEGV)", 2, "failed",
+     [("FAULT", "train: ended by SIGSEGV; its last lines:")], []),
+    ("print('one', flush=True); time.sleep(60)", 2, "stopped",
+     [("FAULT", "train: stopped after 0 s; its last lines:")], ["one"]),
+    ("time.sleep(60)", 0, "stopped", [("skip", "train: stopped after 1 s; its last lines:")], [])],
+    ids=["well", "exit code", "signal", "its own limit", "the end of the report"])
+def test_how_a_part_ends(code, minutes, state, verdicts, last_lines, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_report, "LEAST_LIMIT_ON_A_CPU", 0.4)
+    whole.found["minutes"] = minutes
+    part = part_of(seconds=0.1 if "one" in last_lines and state == "stopped" else 20)
     job = job_of(part, code, whole, tmp_path / "part")
     wait_until(job.poll)
-    assert part.state == state and read(whole)[-1] == (verdict, text)
-    assert part.last_lines == dict(failed=["one"] if "one" in code else [], stopped=["here"]).get(state, [])
+    assert part.state == state and read(whole) == verdicts and part.last_lines == last_lines
 
 
-def test_a_part_that_the_end_of_the_report_stops_is_no_fault(whole, tmp_path):
-    whole.found["minutes"] = 1 / 60
-    job = job_of(part_of(seconds=20), "time.sleep(60)", whole, tmp_path / "part")
-    wait_until(job.poll)
-    assert read(whole)[-1][0] == "skip"
-
-
-def test_the_score_and_the_resumed_run_are_compared_with_the_run(report, tmp_path):
+def test_the_score_and_the_resumed_run_are_compared_with_the_run(tmp_path):
     for name, loss in [("train", 6.75), ("score", 6.5), ("resume", 6.751)]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(json.dumps(dict(trained=dict(val_loss=loss))))
+    report = gpu_parts.Report(None)
     for name in ("score", "resume"):
         training.compare_scores(report, f"{name}: gives", tmp_path / name, tmp_path / "train")
-    assert read(report) == [("FAULT", "score: gives 6.5000; the run said 6.7500"),
-                            ("ok", "resume: gives 6.7510; the run said 6.7500")]
+    assert verdicts_of(report) == [("FAULT", "score: gives 6.5000; the run said 6.7500"),
+                                   ("ok", "resume: gives 6.7510; the run said 6.7500")]
 
 
-def test_golf_keeps_its_learning_rates_in_the_first_half_of_the_run(tmp_path):
-    settings = training.settings_of(dict(PRESET="golf"), {}, False, tmp_path)
-    cfg = train_gpt.load_config(settings)
+def test_golf_keeps_its_learning_rates_in_the_first_half_of_the_run():
+    cfg = train_gpt.load_config(training.settings_of(dict(PRESET="golf"), {}, False))
     assert [cfg.schedule(step, step / cfg.iterations).lr for step in (1, 9, 10, 15)] == [1, 1, 1, 0.5]
 
 
@@ -313,77 +274,55 @@ import sys
 sys.path.insert(0, {root!r})
 from tools.gpu import agenda, report as gpu_report
 from pathlib import Path
-report = gpu_report.Report(Path("report.json"), gpu_report.parse(["--toy"]), "")
+report = gpu_report.Report(Path("report.json"), gpu_report.parse(["--toy"]))
 report.parts = [agenda.Part("train", name, 1.0, 1.0) for name in "abcdef"]
 def start(part):
     folder = Path(part.preset)
     folder.mkdir()
-    code = "import time; time.sleep(" + dict(a="0.1", b="0.2", c="0.3").get(part.preset, "600") + ")"
-    words = [sys.executable, "-IS", "-c", code]
+    words = [sys.executable, "-IS", "-c", "import time; time.sleep(600)"]
     return gpu_report.Job(part, words, folder.resolve(), dict(MARK={mark!r}), report)
 agenda.carry_out(report.parts, start, report.skip, report, 600, 8.0)
 """
 
 
 def marked(mark):
-    """Processes that have it in their environment."""
-    found = []
+    """How many processes have it in their environment."""
+    found = 0
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if f"MARK={mark}".encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
+            found += f"MARK={mark}".encode() in path.read_bytes().split(b"\0")
         except OSError:     # it has ended, or is somebody else's
             continue
     return found
 
 
-def parts_in(path):
-    """The rows of a report's file; none before there is one."""
-    return json.loads(path.read_text())["parts"] if path.exists() else []
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.25])
-def test_killed_it_leaves_a_valid_file_and_nothing_running(seconds, tmp_path):
-    """By SIGKILL, at two moments."""
-    mark = f"{os.getpid()}_{seconds}"
+def test_killed_it_leaves_a_valid_file_and_nothing_running(tmp_path):
+    """By SIGKILL, while three parts run."""
+    mark = str(os.getpid())
     script = KILLED.format(root=str(ROOT), mark=mark)
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.DEVNULL)
-    wait_until(lambda: marked(mark) and parts_in(tmp_path / "report.json"))
-    time.sleep(seconds)
-    wait_until(lambda: marked(mark))    # one may just have ended and the next not begun
+    wait_until(lambda: marked(mark) == agenda.MOST)
     process.kill()
     process.wait()
-    found = json.loads((tmp_path / "report.json").read_text())
-    assert not found["complete"] and [part["part"] for part in found["parts"]] == ["train"] * 6
+    assert not json.loads((tmp_path / "report.json").read_text())["complete"]
     wait_until(lambda: not marked(mark))
 
 
+def test_a_process_of_a_gpu_test_ends_by_its_exit_code(tmp_path):
+    """As tests/alone.py starts and stops them."""
+    words = [sys.executable, "-c", "print('here'); raise SystemExit(3)"]
+    process = gpu_report.start_process(words, tmp_path, os.environ, tmp_path / "said")
+    assert process.wait() == 3 and (tmp_path / "said").read_text() == "here\n"
+    gpu_report.stop_process(process)
+
+
 # ---------- the machine
-@pytest.mark.parametrize(
-    "settings, words",
-    [
-        (dict(), ""),
-        (dict(compiler=""), "no C compiler"),
-    ],
-)
-def test_environment(settings, words, report, monkeypatch):
-    monkeypatch.setattr(gpu_parts.shutil, "which", lambda name: settings.get("compiler", name))
+@pytest.mark.parametrize("compiler, faults", [("gcc", []), ("", ["no C compiler"])])
+def test_environment(compiler, faults, monkeypatch):
+    monkeypatch.setattr(gpu_parts.shutil, "which", lambda name: compiler == name)
+    report = gpu_parts.Report(None)
     gpu_parts.environment(report, True)
-    faults = [text for verdict, text in read(report) if verdict == "FAULT"]
-    if words:
-        (fault,) = faults
-        assert fault.startswith(words)
-    else:
-        assert not faults
-
-
-def test_what_to_expect_is_what_the_page_says():
-    page = (ROOT / "docs/first_gpu.md").read_text(encoding="utf-8")
-    table = page.partition("What to expect on 8xH100")[2].partition("So golf")[0]
-    for preset, pairs in gpu_parts.EXPECTED.items():
-        (line,) = [line for line in table.splitlines() if line.startswith(f"| {preset}")]
-        cells = [re.sub(r"\(.*\)", "", cell).split(",") for cell in line.split("|")[2:4]]
-        assert [*zip(*[[float(number) for number in cell] for cell in cells])] == pairs
+    assert [text[:13] for verdict, text in verdicts_of(report) if verdict == "FAULT"] == faults
 
 
 # ---------- the reference, and planted faults
@@ -420,7 +359,7 @@ def test_a_wrong_scale_is_named(old, new, function, measured, tmp_path):
     found = measured(planted_trainer(tmp_path, old, new), function, WINDOW_PATTERN="L", NUM_LAYERS="1")
     assert [verdict for verdict, _ in found] == ["FAULT"] and "off from fp32" in found[0][1], found
     found = measured(train_gpt, function, WINDOW_PATTERN="L", NUM_LAYERS="1")
-    assert found[1][0] == "ok", found
+    assert [verdict for verdict, _ in found] == ["ok"], found
 
 
 def test_a_slow_kernel_is_named_with_what_to_set(measured, tmp_path):
@@ -428,79 +367,69 @@ def test_a_slow_kernel_is_named_with_what_to_set(measured, tmp_path):
     slow = "def slow_loss(*args):\n    time.sleep(0.05)\n    return lm_loss(*args)\n\n"
     trainer = planted_trainer(tmp_path, old, slow + old)
     trainer.fast_loss = lambda *_: dict(loss=trainer.slow_loss)
-    found = measured(trainer, "kernels")
+    found = measured(trainer, gpu_parts.kernels)
     named = [text for verdict, text in found if verdict == "set"]
     assert len(named) == 1 and "readable gains" in named[0], found
 
 
-def test_tiles_are_offered_where_attention_is_flex(monkeypatch):
+@pytest.mark.parametrize("generation", [9, 10, 12])
+def test_tiles_are_offered_where_attention_is_flex(generation, monkeypatch):
     """By the card and the head size of queries and keys; each with the constant that sets it."""
-    documents = torch.zeros(1, 4)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
     kernels = train_gpt.WindowKernels(window=lambda *_: 2)
     run = SimpleNamespace(model=SimpleNamespace(kernels=kernels),
                           team=SimpleNamespace(device="cpu", on_gpu=True))
-    for (generation, D), options in gpu_parts.TILES.items():
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
-        call = gpu_parts.Call((1, 6, 4, D), (1, 6, 4, D), (1, 6, 4, 128), 2, documents)
-        found = gpu_parts.attention_options(run, call)
-        assert [option.flex for option in found] == [{}, *options] and len(options) == 2
-        assert found[1].change == f"FLEX_OPTIONS = {options[0]}"
-    dense = gpu_parts.Call((1, 6, 4, 96), (1, 6, 4, 96), (1, 6, 4, 128), 4, None)
-    assert len(gpu_parts.attention_options(run, dense)) == 1
-    assert {(generation, 96) for generation in (9, 10, 12)} == {*gpu_parts.TILES}
+    flex = gpu_parts.Call((1, 6, 4, 96), (1, 6, 4, 96), (1, 6, 4, 128), 2, torch.zeros(1, 4))
+    as_it_is, first, second = gpu_parts.attention_options(run, flex)
+    assert as_it_is.flex == {} and [first.flex, second.flex] == gpu_parts.TILES[generation, 96]
+    assert first.change == f"FLEX_OPTIONS = {first.flex}"
+    assert len(gpu_parts.attention_options(run, flex._replace(window=4, documents=None))) == 1
+
+
+SHORT = dict(ITERATIONS="30", NUM_LAYERS="1", TRAIN_SEQ_LEN="64", WINDOW_SCHEDULE="32")
 
 
 def test_a_pause_on_the_clock_is_named(measured, tmp_path, monkeypatch):
     """0.5 s, as of a garbage collection."""
-    for later in ("operators", "profile_step", "rank_of_eight"):      # what is measured after the loop
+    for later in ("operators", "profile_step"):      # what is measured after the loop
         monkeypatch.setattr(gpu_parts, later, lambda *_: None)
     step = "        # 3. a step and its report\n"
     trainer = planted_trainer(tmp_path, step, step + "        time.sleep(0.5 * (step == 17))\n")
-    found = measured(
-        trainer, "loop", ITERATIONS="30", NUM_LAYERS="1", TRAIN_SEQ_LEN="64", WINDOW_SCHEDULE="32"
-    )
-    (pause,) = [text for verdict, text in found if verdict == "SLOW"]
-    assert re.search(r"pauses on the clock: \d.* 0\.[45]\d s in step 17", pause), found
+    slow = [text for verdict, text in measured(trainer, gpu_parts.loop, **SHORT) if verdict == "SLOW"]
+    assert any(re.search(r"longest [56]\d\d\.\d in step 17", text) for text in slow), slow
 
 
 @pytest.mark.slow
-def test_a_step_with_an_eighth_of_the_optimizer_is_timed_as_such(measured, monkeypatch):
+def test_the_loop_is_that_of_a_rank_of_eight(measured, monkeypatch):
     """It owns an eighth of all moments, updates that share alone, and no process group is asked."""
     seen = []
-    real = gpu_parts.own_an_eighth
 
-    def spy(subject, run):
-        before = sum(bank.master.numel() for bank in run.optimizer.banks)
-        real(subject, run)
-        banks = run.optimizer.banks
-        seen.append((before, banks, [bank.data.clone() for bank in banks]))
+    def spy(subject, run, shortest):
+        seen.extend(run.optimizer.banks)
 
-    monkeypatch.setattr(gpu_parts, "own_an_eighth", spy)
-    found = measured(train_gpt, "loop", ITERATIONS="12", NUM_LAYERS="1", TRAIN_SEQ_LEN="64",
-                     WINDOW_SCHEDULE="32")
-    assert not [row for row in found if row[0] == "FAULT"], found
-    texts = [text for _, text in found if "with an eighth of the optimizer" in text]
-    told = r"optimizer: \d+\.\d ms, collectives as copies; \d+\.\d ms of Python"
-    assert texts and all(re.search(told, text) for text in texts)
-    ((before, banks, values),) = seen
-    mine = sum(bank.master.numel() for bank in banks)
-    assert mine < before / 2 and all(8 * bank.master.numel() == bank.data.numel() for bank in banks)
-    moved = [bank.data.view(8, -1) != value.view(8, -1) for bank, value in zip(banks, values)]
-    assert any(rows[0].any() for rows in moved) and not any(rows[1:].any() for rows in moved)
+    monkeypatch.setattr(gpu_parts, "profile_step", spy)
+    found = measured(train_gpt, gpu_parts.loop, **SHORT)
+    assert not [row for row in found if row[0] == "FAULT"] and "kinds of operators" in found[-1][1], found
+    assert seen and all(8 * bank.master.numel() == bank.data.numel() for bank in seen)
+    assert any(bank.my_data.any() for bank in seen)
+    assert all(bank.my_data.data_ptr() == bank.data.data_ptr() for bank in seen)
 
 
-@pytest.mark.parametrize("words, sentence", [
-    (["FP9=off"], "FP9 is no constant"), (["fp8=off"], "fp8 is no constant"), (["bord"], "bord is none of")])
-def test_what_is_mistyped_is_refused(words, sentence, tmp_path):
-    done = run_cli(tmp_path, *words, module="tools.gpu.report")
-    assert (done.code, done.out) == (2, "...   importing torch\n")
-    assert done.err.startswith(f"gpu-report: {sentence}")
+@pytest.mark.parametrize("word", ["FP9=off", "fp8=off", "bord", "MATRIX_LR"])
+def test_what_is_mistyped_is_refused(word, capsys):
+    assert gpu_report.main([word]) == 2
+    name = word.partition("=")[0]
+    assert capsys.readouterr().err.startswith(f"gpu-report: {name} is neither a constant nor one of tiny, ")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu_is_a_fault_whatever_is_asked_for(tmp_path):
-    done = run_cli(tmp_path, "--only=loop", module="tools.gpu.report")
-    assert done.code == 1 and "torch finds no GPU, so no preset was measured" in done.out
+def test_no_gpu_is_a_fault_whatever_is_asked_for(tmp_path, monkeypatch, capsys):
+    def job(part, args, report, folder):
+        return job_of(part, "say('no GPU')", report, folder / "part")
+
+    monkeypatch.setattr(gpu_report, "job_of", job)
+    monkeypatch.setattr(gpu_report.signal, "signal", lambda *_: None)
+    assert gpu_report.main(["--only", "loop", f"--json={tmp_path}/report.json"]) == 1
+    assert "torch finds no GPU, so no preset was measured" in capsys.readouterr().out
 
 
 # ---------- the whole
@@ -508,8 +437,7 @@ def screen_of(text):
     """What the verdicts of a screen are about, without numbers, sorted, since parts run side by side."""
     lines = [line for line in text.splitlines() if re.match(r"(ok|FAULT|SLOW|set|note|skip) ", line)]
     # a machine that does other things, too, has pauses, and by chance another kernel is the faster one
-    lines = [line for line in lines if "pauses on the clock" not in line]
-    lines = [re.sub("^(ok |set) ", "timed ", line) if ", ms: " in line else line for line in lines]
+    lines = [re.sub("^(ok |set |SLOW) ", "timed ", line) if " ms" in line else line for line in lines]
     return sorted([re.split("[,:]", re.sub(r"[\d.,]*\d", "#", line))[0] for line in lines])
 
 
@@ -529,7 +457,7 @@ def test_the_structure_on_the_stand_in(tmp_path):
     library = static_gpu.build(tmp_path)
     small = "NUM_LAYERS=3 WINDOW_PATTERN=SLS SKIP_LAYERS=0 BACKOUT_LAYER=0 MODEL_DIM=256 NUM_HEADS=2 " \
         "TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192 VOCAB_SIZE=1024"
-    words = ["speedrun", *small.split(), "--only", "kernels,loop", "--minutes=60"]
+    words = ["speedrun", *small.split(), "--only", "kernels", "loop", "--minutes=60"]
     done = subprocess.run(
         [sys.executable, "-m", "tools.gpu.report", *words], cwd=tmp_path, capture_output=True, text=True,
         env=OURS | static_gpu.environment(library, static_gpu.CARDS["h100"], 1, tmp_path))
@@ -560,7 +488,7 @@ def result(**settings):
 
 def table_of(folder):
     """The lines of the page's table, by the reports in a folder."""
-    return gpu_results.page("", folder).splitlines()[1:-1]
+    return gpu_results.matrix(gpu_results.shown(gpu_results.reports(folder))).splitlines()
 
 
 def test_the_table_of_the_page(tmp_path):
@@ -577,83 +505,47 @@ def test_the_table_of_the_page(tmp_path):
     assert golf["trains"] == f"{where} (DEPTH=12)" and golf["kernels timed"] == ""
 
 
-@pytest.mark.parametrize("content, words", [
-    (json.dumps({key: value for key, value in result().items() if key != "complete"}), "no report"),
-    (json.dumps(result(verdicts=[dict(part="environment", preset="", verdict="ok", text="x", figures={})])),
-     "measured no preset"),
-    (json.dumps(result(toy=True)), "rehearsal"), ("[1]", "no report"), ("{", "no report"),
-    (json.dumps(result(machine={})), "no GPU")])
-def test_what_is_no_report_is_refused(content, words, tmp_path):
-    (tmp_path / "mine.json").write_text(content)
-    with pytest.raises(gpu_results.NoReport, match=words):
-        table_of(tmp_path)
-
-
-@pytest.fixture
-def results(tmp_path):
-    """results(report): adds it to an empty folder, with a page and a table of its own -> exit code."""
+@pytest.mark.parametrize("content", [
+    result(verdicts=[dict(part="environment", preset="", verdict="ok", text="x", figures={})]),
+    result(toy=True), [1], {}, result(machine={})])
+def test_what_is_no_report_is_refused(content, tmp_path, capsys):
+    """And leaves nothing."""
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(content))
     folder = tmp_path / "results"
     folder.mkdir()
-    (tmp_path / "page.md").write_text(f"before\n{gpu_results.BEGIN}{gpu_results.END}after\n")
-
-    def add(report):
-        file = tmp_path / "report.json"
-        file.write_text(json.dumps(report))
-        return gpu_results.main([str(file), "first"], folder, tmp_path / "seen.tsv", tmp_path / "page.md")
-
-    return add
+    assert gpu_results.main([str(file), "first"], folder, tmp_path / "page.md") == 2
+    assert "mine.json is no report of gpu-report" in capsys.readouterr().err and not [*folder.iterdir()]
 
 
-def test_a_report_is_added(results, tmp_path, capsys):
-    """What is no report leaves nothing."""
-    assert results(result(machine={})) == 2 and "saw no GPU" in capsys.readouterr().err
-    assert not [*(tmp_path / "results").iterdir()]
-    assert results(result()) == 0
-    text = (tmp_path / "page.md").read_text()
+def test_a_report_is_added(tmp_path):
+    """To the page, and to what a card has been seen to run: operators by their dtypes, whatever their
+    overload."""
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(result(operators=dict(golf=[dict(operator="aten.mm", dtypes=["bfloat16"])]))))
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{gpu_results.BEGIN}{gpu_results.END}after\n")
+    folder = tmp_path / "results"
+    folder.mkdir()
+    assert gpu_results.main([str(file), "first"], folder, page) == 0
+    text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "H100, 2.13.0" in text
+    for name in ("aten.mm", "aten.mm.out", "aten::mm"):
+        assert seen_on_gpu.seen(name, ("bfloat16",), folder), name
+    for name, *dtypes in (("aten.mm", "bfloat16", "float32"), ("aten.addmm", "bfloat16"), ("aten.mm",)):
+        assert not seen_on_gpu.seen(name, tuple(dtypes), folder)
 
 
-# ---------- what a card has been seen to run
-def test_the_tables_are_what_the_reports_show(tmp_path):
-    """No row of them was written by hand."""
-    table = tmp_path / "seen.tsv"
+def test_the_table_is_what_the_reports_show(tmp_path):
+    """No row of it was written by hand."""
     page = tmp_path / "page.md"
     text = gpu_results.PAGE.read_text(encoding="utf-8")
     page.write_text(text, encoding="utf-8")
-    assert gpu_results.main([], gpu_results.FOLDER, table, page) == 0
-    assert table.read_text() == seen_on_gpu.TABLE.read_text(encoding="utf-8") and len(seen_on_gpu.load()) > 10
+    assert gpu_results.main([], gpu_results.FOLDER, page) == 0
     assert page.read_text(encoding="utf-8") == text and gpu_results.BEGIN in text
 
 
-def test_what_ran_is_seen_and_nothing_else(results, tmp_path):
-    """Operators by their dtypes, whatever their overload and layout; kernels by their families."""
-    operators = [dict(operator="aten.mm", dtypes=["bfloat16"])]
-    report = result(operators=dict(golf=operators))
-    attention = "attention 8x64, by triton_tem_fused_flex_attention_2: off from fp32 by 1%"
-    report["verdicts"][0]["text"] = attention
-    report["verdicts"][2]["figures"] = dict(kernels=[dict(name="triton_poi_fused_add_3", ms=1.0, launches=1)])
-    table = tmp_path / "seen.tsv"
-    assert results(report) == 0
-    assert [row.operator for row in seen_on_gpu.load(table)] == ["aten.mm", "triton_tem flex_attention"]
-    for name in ("aten.mm", "aten.mm.out", "aten::mm"):
-        assert seen_on_gpu.seen(name, ("bfloat16",), table), name
-    assert not seen_on_gpu.seen("aten.mm", ("bfloat16", "float32"), table)
-    assert not seen_on_gpu.seen("aten.addmm", ("bfloat16",), table)
-    assert not seen_on_gpu.seen("aten.mm", (), table)
-
-
-@pytest.mark.parametrize("kernel, found", [
-    ("nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_splitK_NTN", "nvjet_sm90_tst"),
-    ("nvjet_sm90_qrtst_128x160_128x5_1x2_h_bz_coopA_algo2_TNT", "nvjet_sm90_qrtst"),
-    ("triton_per_fused__fused_rms_norm_4", ""),
-    ("triton_tem_fused__unsafe_view_flex_attention_backward_mul_6", "triton_tem flex_attention_backward"),
-    ("void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float, at::native::func_wrapper_t<float",
-     "at::native::reduce_kernel"),
-    ("loss_kernel", "loss_kernel")])
-def test_families_of_kernels(kernel, found):
-    assert seen_on_gpu.family(kernel) == found
-
-
+# ---------- what a step runs
 def operators_of(function):
     with gpu_parts.Recorder("cpu") as recorder:
         function()

@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 if __name__ == "__main__":
     from tools.run.surroundings import sorting
@@ -92,8 +91,6 @@ def prepare(settings: dict[str, str], steps: int, trainer: ModuleType = train_gp
     seconds = time.perf_counter() - began
     run.model.build(run, True)
     run.model.build = lambda *_: False  # it is no part of a step
-    if run.cfg.compile and run.loss_fn is run.model:
-        print("compile: not possible here; measured uncompiled")
     return run, seconds
 
 
@@ -136,9 +133,7 @@ def load_trainer(folder: Path) -> ModuleType:
     name = f"train_gpt_{len(sys.modules)}"
     spec = importlib.util.spec_from_file_location(name, folder / "train_gpt.py")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    # a record's folder holds what its page lists, and no __pycache__
-    with mock.patch.object(sys, "dont_write_bytecode", True):
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 

@@ -66,7 +66,6 @@ class Part:
     GiB: float
     unseen: list[str] = field(default_factory=list)  # what it would show that no card has shown
     state: str = "waiting"  # running, done, failed, stopped or skipped
-    doing: str = ""
     seconds: float = 0.0
     limit_s: float = 0.0
     last_lines: list[str] = field(default_factory=list)
@@ -184,8 +183,6 @@ def tell_plan(parts: list[Part], GiB: float, seconds: float, slow: float) -> lis
         f"plan: {len(parts)} parts, {total:.0f} minutes one after another (estimate), up to {MOST} side by "
         f"side within {GiB:.0f} GiB, for {seconds / 60:.1f} minutes"
     ]
-    if slow > 1.1:
-        lines.append(f"this host is slow: all is expected to take {slow:.1f} times as long")
     trains = [part.preset for part in parts if part.part == "train" and part.unseen]
     if trains:
         lines.append(f"not yet trained to its score on a card, so first: {', '.join(trains)}")

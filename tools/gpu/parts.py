@@ -3,11 +3,10 @@
     python -m tools.gpu.parts SPEC
 
 The spec, in JSON, names the part, its preset and the constants that the command gave. Findings go to
-events.jsonl, a line of JSON at a time; what is printed says what is being done. Runs of the trainer are in
-training.py. Shapes are those of one rank of eight. Kernels are timed forward and backward. The loop is the
-trainer's own, on random tokens, with the batch of one rank and its eighth of the optimizer; collectives copy
-the rank's own share, so what they move between GPUs is not in it. What a card computes is compared with fp32
-by `./run.sh test -m gpu`.
+events.jsonl, a line of JSON at a time. Runs of the trainer are in training.py. Shapes are those of one rank
+of eight. Kernels are timed forward and backward. The loop is the trainer's own, on random tokens, with the
+batch of one rank and its eighth of the optimizer; collectives copy the rank's own share, so what they move
+between GPUs is not in it. What a card computes is compared with fp32 by `./run.sh test -m gpu`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -316,27 +315,22 @@ def attention_inputs(run: Run, call: Call) -> list[Tensor]:
     """Random q, k, v and a gradient of the output. Queries and keys are normalized, as the recipes do it."""
     device = run.team.device
     draw = torch.Generator(device).manual_seed(1)
-    found = []
-    for shape in (call.q, call.k, call.v, (*call.q[:3], call.v[3])):
-        found.append(torch.randn(shape, device=device, generator=draw).to(run.team.dtype))
-    q, k, v, grad = found
+    shapes = (call.q, call.k, call.v, (*call.q[:3], call.v[3]))
+    q, k, v, grad = [torch.randn(shape, device=device, generator=draw) for shape in shapes]
     q = F.rms_norm(q, (q.size(-1),)) * 0.1
     k = F.rms_norm(k, (k.size(-1),))
-    return [q, k, v, grad]
+    return [x.to(run.team.dtype) for x in (q, k, v, grad)]
 
 
 def by_kernels(kernels: Any, call: Call, device: torch.device) -> Callable[..., Tensor]:
     """Attention as a compiled step with these Kernels computes it."""
     T = call.q[2]
     documents = call.documents
-    window: int | Tensor = call.window
-    if documents is not None or call.window < T - 1:
-        window = kernels.window(call.window, T, device, documents is not None)
+    masked = documents is not None or call.window < T - 1
+    window = kernels.window(call.window, T, device, documents is not None) if masked else 0
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = None
-        if documents is not None or call.window < T - 1:
-            mask = kernels.window_mask(window, T, documents, q.device)
+        mask = kernels.window_mask(window, T, documents, q.device) if masked else None
         return kernels.attention(q, k, v, mask)
 
     return attend
@@ -492,8 +486,7 @@ def run_loop(subject: Subject, run: Run) -> dict[tuple[int, int], dict[int, floa
         stages.append((batch[0].numel(), batch[0].size(1)))
         return real(loss_fn, optimizer, batch, *args)
 
-    nothing = dict(save_weights=lambda _: None, validate=lambda *_: None)
-    with mock.patch.multiple(trainer, train_step=step, **nothing):
+    with mock.patch.multiple(trainer, train_step=step, save_weights=mock.Mock(), validate=mock.Mock()):
         trainer.train(run)
     gc.enable()
     run.team.wait()
@@ -542,32 +535,24 @@ def loop(subject: Subject) -> None:
 
 
 def profile_step(subject: Subject, run: Run, shortest: float) -> None:
-    """How long Python needs to launch a step, which must not be longer than the shortest one; the 15 kernels
-    that take longest, with the rate of memory traffic that `static` counts for them."""
+    """How long Python needs to launch a step, which must not be longer than the shortest one, and the 15
+    kernels that take longest."""
     from torch.profiler import ProfilerActivity, profile
 
     stage = last_stage(run)
     batch = bench.next_batch(run, stage)
     step = bench.step_function(subject.trainer, run, stage)
-    moved: Counter[str] = Counter()
-
-    def note(_: str, name: str, size: int) -> None:
-        moved[name] += size
-
     steps = 4  # even, as Adam may take every other step
-    seconds = []
-    for _ in range(steps):
+    host = 0.0
+    for number in range(steps):
         run.team.wait()
         began = time.perf_counter()
         step(batch)
-        seconds.append(time.perf_counter() - began)
+        if number > 1:
+            host += 1e3 * (time.perf_counter() - began) / 2
     run.team.wait()
-    host = 1e3 * sum(seconds[2:]) / 2
     on_gpu = run.team.on_gpu
-    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    width = batch[0].numel() * run.cfg.model_dim * 4
-    counted = static.count_bytes(torch, note, width) if on_gpu else nullcontext()
-    with counted, profile(activities=[activity]) as found:
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
         for _ in range(steps):
             step(batch)
         run.team.wait()
@@ -575,16 +560,14 @@ def profile_step(subject: Subject, run: Run, shortest: float) -> None:
     for event in found.key_averages():
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if us:  # else a call of the driver
-            row = dict(name=event.key, ms=us / 1e3 / steps, launches=event.count / steps)
-            rows.append(row | (dict(GBps=moved[event.key] / 1e3 / us) if event.key in moved else {}))
+            rows.append(dict(name=event.key, ms=us / 1e3 / steps, launches=event.count / steps))
     rows.sort(key=lambda row: -row["ms"])
     whole = sum([row["ms"] for row in rows])
     names = ", ".join([f"{row['name'][:36]} {row['ms']:.2f}" for row in rows[:3]])
     text = f"{len(rows)} kernels, {whole:.1f} ms a step, {host:.1f} ms of Python to launch it; the longest: "
     text += f"{names} (15 in the file)"
     slow = on_gpu and host > 0.8 * shortest
-    figures = dict(kernels=rows[:15], kernel_ms=whole, host_ms=host)
-    subject.report.say("SLOW" if slow else "ok", text, **figures)
+    subject.report.say("SLOW" if slow else "ok", text, kernels=rows[:15], kernel_ms=whole, host_ms=host)
 
 
 # ---------- operators outside of Inductor's kernels

@@ -1,7 +1,7 @@
 """Is this GPU ready, and which constants should change? Begins with what no card has shown yet.
 
     ./run.sh gpu-report [PRESET ...] [NAME=value ...]   all seven presets unless told otherwise
-    ./run.sh gpu-report speedrun --only kernels,loop    of train, score, resume, kernels, loop
+    ./run.sh gpu-report speedrun --only kernels loop    of train, score, resume, kernels, loop
     ./run.sh gpu-report --minutes 20                    plans for so many (10), and says what will not fit
     ./run.sh gpu-report --toy                           all of it on a CPU, at toy size: a rehearsal of itself
 
@@ -19,8 +19,7 @@ would not end in time. The last line says what is still unseen.
 One verdict per line, and the same with its figures in gpu_report.json (--json FILE), which is valid whenever
 the command is killed; nothing that it started goes on then. ok: as expected. FAULT: do not train before this
 is fixed. SLOW: time that a run would lose. set: a constant or a line to change, since it gains more than
-0.5 ms a step and a tenth of that part. note: nothing to judge. skip: not done, with the reason. Lines that
-begin with `...` tell what is being done.
+0.5 ms a step and a tenth of that part. note: nothing to judge. skip: not done, with the reason.
 
 Shapes are those of one rank of eight, tokens are random. Exit code 1: some verdict is FAULT.
 """
@@ -60,7 +59,6 @@ LINES_SHOWN = 8  # of the output of what failed
 PATIENCE = 2.0  # times what is expected on this host: then a part is stopped
 LEAST_LIMIT = 60.0  # s
 LEAST_LIMIT_ON_A_CPU = 600.0  # which may do other things, too: a toy, or the stand-in for a GPU
-HEARTBEAT = 10.0  # s between two lines about a part
 
 
 # ---------- the file
@@ -162,19 +160,7 @@ class Job:
         part.limit_s = min(patient, max(1.0, report.left()))
         self.cut = part.limit_s < patient  # by the end of the report, so it may be well if it is stopped
         self.process = start_process(words, folder, env, folder / "output.txt")
-        self.tell()
-
-    def last_lines(self) -> list[str]:
-        """What it has printed last."""
-        lines = (self.folder / "output.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-        return [line.rstrip()[:200] for line in lines if line.strip()][-LINES_SHOWN:] or ["starting"]
-
-    def tell(self) -> None:
-        """A line about what it does now."""
-        self.told = time.perf_counter()
-        doing = self.last_lines()[-1][:60]
-        seconds = self.told - self.began
-        print(f"...   {self.part.preset:8} {self.part.part}: {doing}, {seconds:.0f} s", flush=True)
+        print(f"...   {part.preset:8} {part.part}: started, at most {part.limit_s:.0f} s", flush=True)
 
     def take_events(self) -> None:
         """What the process has found since the last call, by whole lines: verdicts, machine, operators."""
@@ -194,11 +180,8 @@ class Job:
         """Takes what is new. Has it ended?"""
         code = self.process.poll()
         self.take_events()
-        now = time.perf_counter()
-        self.part.seconds = round(now - self.began, 1)
+        self.part.seconds = round(time.perf_counter() - self.began, 1)
         if code is None and self.part.seconds <= self.part.limit_s:
-            if now - self.told > HEARTBEAT:
-                self.tell()
             return False
         stop_process(self.process)  # and what it may have left
         self.part.state = "done"
@@ -210,17 +193,17 @@ class Job:
     def fail(self, code: int | None) -> None:
         """Why it did not end well, with its last lines; None: it ran longer than it may."""
         part = self.part
-        part.state = "failed"
-        part.last_lines = self.last_lines()
-        why = f"exit code {code}"
+        text = (self.folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+        part.last_lines = [line.rstrip()[:200] for line in text.splitlines() if line.strip()][-LINES_SHOWN:]
+        part.state = "stopped" if code is None else "failed"
         verdict = "FAULT"
+        why = f"exit code {code}"
         if code is None:
-            part.state = "stopped"
             why = f"stopped after {part.seconds:.0f} s"
             verdict = "skip" if self.cut else "FAULT"
         elif code < 0:
             why = f"ended by {signal.Signals(-code).name}"
-        self.report.say(part, verdict, f"{part.part}: {why}, at: {part.last_lines[-1]}")
+        self.report.say(part, verdict, f"{part.part}: {why}; its last lines:")
         for line in part.last_lines:
             print(f"      | {line}", flush=True)
 
@@ -249,14 +232,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("words", nargs="*", metavar="PRESET or NAME=value")
     parser.add_argument("--toy", action="store_true", help="on a CPU, at toy size")
-    parser.add_argument("--only", default=",".join(SHOWS), help="parts, separated by commas")
+    parser.add_argument("--only", nargs="+", choices=SHOWS, default=[*SHOWS], help="parts; by default all")
     parser.add_argument("--json", type=Path, default=Path("gpu_report.json"))
     parser.add_argument("--minutes", type=float, default=10.0)
     args = parser.parse_intermixed_args(argv)
-    args.only = args.only.split(",")
-    unknown = [name for name in args.only if name not in SHOWS]
-    if unknown:
-        parser.error(f"--only: {unknown[0]} is none of {', '.join(SHOWS)}")
     if {*args.only} & {*agenda.AFTER_TRAIN} and "train" not in args.only:
         args.only.insert(0, "train")  # whose file and checkpoint they take
     args.presets = [word for word in args.words if "=" not in word] or [*PRESETS]
@@ -266,8 +245,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def conclude(report: Report, complete: bool) -> int:
     """The last lines; the exit code."""
-    verdicts = report.found["verdicts"]
-    counts = Counter([row["verdict"] for row in verdicts])
+    counts = Counter([row["verdict"] for row in report.found["verdicts"]])
     report.found |= dict(complete=complete, seconds=round(report.now(), 1))
     report.write()
     print(
@@ -275,9 +253,6 @@ def conclude(report: Report, complete: bool) -> int:
         f"{report.now():.0f} s; {report.path} has the figures."
     )
     if not report.found["toy"]:
-        changes = [row["figures"]["change"] for row in verdicts if row["verdict"] == "set"]
-        if changes:
-            print("Set: " + "; ".join(dict.fromkeys(changes)))
         print(agenda.tell_rest(report.parts))
     return int(counts["FAULT"] > 0)
 
@@ -311,8 +286,7 @@ def measure(args: argparse.Namespace, report: Report, folder: Path) -> None:
             return
         rest = planned(args)
         slow = agenda.slowness(report.parts)
-        for line in agenda.tell_plan(rest, report.memory(), report.left(), slow):
-            print(line, flush=True)
+        print(*agenda.tell_plan(rest, report.memory(), report.left(), slow), sep="\n", flush=True)
         report.parts += rest
         carry_out()
     finally:

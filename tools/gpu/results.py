@@ -59,12 +59,9 @@ def goals_of(row: dict[str, Any], beside: bool) -> list[str]:
         return ["kernels timed"]
     if row["verdict"] != "ok":
         return []
-    if row["part"] == "train":
-        scores = figures["scores"]
-        found = ["trains", "writes"]
-        found += ["validates"] if "trained" in scores else []
-        return found + (["reads back"] if "artifact" in scores else [])
-    return dict(score=["scores apart"], resume=["resumes"]).get(row["part"], [])
+    by_part = dict(score=["scores apart"], resume=["resumes"], train=["trains", "writes"])
+    by_score = dict(trained="validates", artifact="reads back")
+    return by_part.get(row["part"], []) + [by_score[name] for name in figures.get("scores", [])]
 
 
 def shown(found: list[dict[str, Any]]) -> dict[tuple[str, str, str], str]:
