@@ -183,7 +183,7 @@ def compare(args: argparse.Namespace, root: Path, case: str, ranks: int) -> tupl
         return False, f"DIFFERENT: {words}"
     same = artifact_of(folders[0]) == artifact_of(folders[1])
     kinds = Counter([name.split()[0] for name in before])
-    counts = ", ".join([f"{count} {kind}" for kind, count in kinds.items()])
+    counts = ", ".join([f"{count} x {kind}" for kind, count in kinds.items()])
     return True, f"identical: {counts}" + ("" if same else ", but not the artifact's bytes")
 
 
