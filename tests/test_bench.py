@@ -45,7 +45,8 @@ def test_arms_step_in_turn(tiny_data, tmp_path, monkeypatch, capsys):
     (["--steps=0"], "--steps 0: at least 1"), (["--arm=before=nowhere"], "--arm: no nowhere/train_gpt.py"),
     ([f"--arm=before={OLDER}"], f"--arm: {OLDER}/train_gpt.py is older than 28 November 2026"),
     (["--arm=golf"], "--arm: 'golf' must be NAME=value, or name=PATH of a checkout"),
-    (["--arm=MATRX_LR=0.1"], "unrecognized arguments: --matrx-lr=0.1"), (["golff"], "preset='golff' is none of")])
+    (["--arm=MATRX_LR=0.1"], "unrecognized arguments: --matrx-lr=0.1"),
+    (["golff"], "preset='golff' is none of tiny")])
 def test_refused(words, sentence, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench", *words])
     with pytest.raises(SystemExit) as ended:

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIPPED = 5  # steps of each arm, before those that count
+SHARDS = 3  # of made-up data; packing=shards deals them to the ranks
+DOCUMENTS_OF_A_GROUP = 16
 LETTERS = string.ascii_lowercase + string.digits + "_"  # of made-up words: 37 + 37^2 + 37^3 of them
 
 
@@ -218,12 +220,15 @@ def random_data(folder: Path, cfg: Any, tokens: int = 1 << 24, rows: float = 1.0
         folder.mkdir(exist_ok=True)
         rng = np.random.default_rng(0)
         files = []
-        sizes = dict(train=tokens, val=int(rows * (cfg.eval_context or cfg.train_seq_len)) + 1)
-        for split, count in sizes.items():
+        val = int(rows * (cfg.eval_context or cfg.train_seq_len)) + 1
+        for number, (split, count) in enumerate([("val", val)] + SHARDS * [("train", tokens // SHARDS)]):
             stream = rng.zipf(1.3, count) % (vocab_size - 2) + 2
             begins = rng.integers(1, 1400, 2 + count // 700).cumsum()
             stream[[0, *begins[begins < count]]] = bos
-            files += data_prepare.write_shards(folder, "random", split, [stream])
+            (file,) = data_prepare.write_shards(folder, f"random{number}", split, [stream])
+            # the groups of documents that packing=best_fit deals to the ranks
+            groups = -(-np.count_nonzero(stream == bos) // DOCUMENTS_OF_A_GROUP)
+            files.append(file | dict(row_groups=groups * [DOCUMENTS_OF_A_GROUP]))
         manifest = dict(tokenizer=dict(vocab_size=vocab_size, bos_id=bos), files=files)
         (folder / "manifest.json").write_text(json.dumps(manifest))
         words = ["".join(word) for length in (1, 2, 3) for word in itertools.product(LETTERS, repeat=length)]
