@@ -209,10 +209,10 @@ def compare_arms(settings: dict[str, str], texts: list[str], steps: int) -> None
 
 
 # ---------- for gpu-report and tests
-def random_data(folder: Path, cfg: Any, tokens: int = 1 << 24, rows: float = 1.0) -> dict[str, str]:
-    """Settings that make a run read random documents of 1 to 1,400 tokens, with so many rows of val, and a
-    vocabulary that stands for GPT-2's in losses on prefixes. As in a text, few tokens are frequent: there is
-    something to learn, and n-grams come back. Writes what is not there yet."""
+def random_data(folder: Path, cfg: Any, tokens: int, rows: float = 1.0, longest: int = 1400) -> dict[str, str]:
+    """Settings that make a run read random documents, with so many rows of val, and a vocabulary that stands
+    for GPT-2's in losses on prefixes. As in a text, few tokens are frequent: there is something to learn, and
+    n-grams come back. Writes what is not there yet. longest: tokens of a document."""
     vocab_size = cfg.vocab_size or 1024
     bos = 1
     vocabulary = folder / "vocabulary.json"
@@ -223,7 +223,7 @@ def random_data(folder: Path, cfg: Any, tokens: int = 1 << 24, rows: float = 1.0
         val = int(rows * (cfg.eval_context or cfg.train_seq_len)) + 1
         for number, (split, count) in enumerate([("val", val)] + SHARDS * [("train", tokens // SHARDS)]):
             stream = rng.zipf(1.3, count) % (vocab_size - 2) + 2
-            begins = rng.integers(1, 1400, 2 + count // 700).cumsum()
+            begins = rng.integers(1, longest, 2 + 4 * count // longest).cumsum()
             stream[[0, *begins[begins < count]]] = bos
             (file,) = data_prepare.write_shards(folder, f"random{number}", split, [stream])
             # the groups of documents that packing=best_fit deals to the ranks

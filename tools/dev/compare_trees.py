@@ -167,7 +167,7 @@ def first_difference(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 def compare(args: argparse.Namespace, root: Path, case: str, ranks: int) -> tuple[bool, str]:
     """Runs both trees at the same time -> (are they identical?, details)."""
-    settings = settings_of(case, args.steps) | random_data(root / "data", SIZES, TOKENS)
+    settings = settings_of(case, args.steps) | random_data(root / "data", SIZES, TOKENS, longest=300)
     settings |= dict([word.split("=", 1) for word in args.env])
     folders = [root / f"{case}_{ranks}_before", root / f"{case}_{ranks}_after"]
     with ThreadPoolExecutor() as pool:
