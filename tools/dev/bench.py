@@ -209,7 +209,7 @@ def compare_arms(settings: dict[str, str], texts: list[str], steps: int) -> None
 
 
 # ---------- for gpu-report and tests
-def random_data(folder: Path, cfg: Any, tokens: int, rows: float = 1.0, longest: int = 1400) -> dict[str, str]:
+def random_data(folder: Path, cfg: Any, tokens: int, rows: float = 1, longest: int = 1400) -> dict[str, str]:
     """Settings that make a run read random documents, with so many rows of val, and a vocabulary that stands
     for GPT-2's in losses on prefixes. As in a text, few tokens are frequent: there is something to learn, and
     n-grams come back. Writes what is not there yet. longest: tokens of a document."""

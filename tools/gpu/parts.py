@@ -439,12 +439,10 @@ def kernels(subject: Subject) -> None:
     for call, layers in calls:
         *inputs, _ = attention_inputs(run, call)
         compare(subject, call.name(), attention_options(run, call), inputs, layers * micro_steps)
-    if loss_args is None:
-        subject.report.say("note", "the loss is the model's own: there is no other way to compute it")
-        return
-    x, head, targets = loss_inputs(run, loss_args)
-    options = loss_options(subject.trainer, run.model.kernels.loss, [targets, *loss_args[3:]])
-    compare(subject, f"loss of {x.size(1):,} tokens", options, [x, head], micro_steps)
+    if loss_args:  # else the loss is the model's own
+        x, head, targets = loss_inputs(run, loss_args)
+        options = loss_options(subject.trainer, run.model.kernels.loss, [targets, *loss_args[3:]])
+        compare(subject, f"loss of {x.size(1):,} tokens", options, [x, head], micro_steps)
 
 
 # ---------- 3 the loop

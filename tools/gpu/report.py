@@ -274,25 +274,18 @@ def measure(args: argparse.Namespace, report: Report, folder: Path) -> None:
     def start(part: Part) -> Job:
         return job_of(part, args, report, folder)
 
-    def carry_out() -> None:
-        agenda.carry_out(report.parts, start, report.skip, report, 60 * args.minutes, report.memory())
-
-    try:
-        report.parts = agenda.make_plan([], ["environment"], [], args.toy)
-        carry_out()
-        if not args.toy and not report.found["machine"].get("gpu"):
-            text = "torch finds no GPU, so no preset was measured: --toy rehearses on a CPU"
-            report.say(report.parts[0], "FAULT", text)
-            return
-        rest = planned(args)
-        slow = agenda.slowness(report.parts)
-        print(*agenda.tell_plan(rest, report.memory(), report.left(), slow), sep="\n", flush=True)
-        report.parts += rest
-        carry_out()
-    finally:
-        for part in report.parts:
-            if part.state == "running":  # it ends with this process
-                part.state = "stopped"
+    seconds = 60 * args.minutes
+    report.parts = agenda.make_plan([], ["environment"], [], args.toy)
+    agenda.carry_out(report.parts, start, report.skip, report, seconds, report.memory())
+    if not args.toy and not report.found["machine"].get("gpu"):
+        text = "torch finds no GPU, so no preset was measured: --toy rehearses on a CPU"
+        report.say(report.parts[0], "FAULT", text)
+        return
+    rest = planned(args)
+    slow = agenda.slowness(report.parts)
+    print(*agenda.tell_plan(rest, report.memory(), report.left(), slow), sep="\n", flush=True)
+    report.parts += rest
+    agenda.carry_out(report.parts, start, report.skip, report, seconds, report.memory())
 
 
 def main(argv: list[str]) -> int:

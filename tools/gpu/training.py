@@ -110,13 +110,12 @@ def train(subject: Subject) -> None:
     for kind, words in (("trained", "val"), ("artifact", "as read back")):
         if kind in scores:
             told += f", {words} {scores[kind]:.4f}"
-    compiled = result["config"]["compile"] == "1"
-    told += f"; {result['compile_ms'] / 1e3:.0f} s to compile" if compiled else "; not compiled"
+    told += f"; {result['compile_ms'] / 1e3:.0f} s to compile"
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_reserved() / 2**30
         told += f"; micro_batch {result['micro_batch']}, {peak:.1f} GiB"
     text = f"train: {result['steps']} steps on random tokens, {told}"
-    subject.report.say("ok" if good else "FAULT", text, losses=losses, scores=scores, compiled=compiled)
+    subject.report.say("ok" if good else "FAULT", text, losses=losses, scores=scores)
 
 
 def compare_scores(report: Report, text: str, run: Path, before: Path) -> None:
