@@ -125,11 +125,12 @@ class Host:
         self.skipped[part.name()] = why
 
     def run(self, minutes):
-        agenda.carry_out(self.parts, self.start, self.skip, self, 60 * minutes, 75)
+        self.minutes = minutes
+        agenda.carry_out(self.parts, self.start, self, 75)
         return self
 
-    def now(self):
-        return self.seconds
+    def left(self):
+        return 60 * self.minutes - self.seconds
 
     def pause(self):
         self.seconds += 1
@@ -140,8 +141,7 @@ def whole_plan(presets=agenda.PRESETS, seen=None):
     if seen is None:
         shown = gpu_results.shown(gpu_results.reports())
         seen = [(preset, goal) for preset, goal, given in shown if not given]
-    return agenda.make_plan([], ["environment"], [], False) + agenda.make_plan(
-        presets, agenda.SHOWS, seen, False)
+    return agenda.make_plan(presets, agenda.SHOWS, seen, False)
 
 
 FIRST = ["tiny train", "golf_plus train", "speedrun_plus train"]
@@ -151,12 +151,12 @@ def test_what_no_card_has_shown_comes_first():
     """Training that no card has shown, the cheapest first; then scores and RESUME with their training; then
     what is timed; golf's score and loop, which a card has shown, last."""
     names = [part.name() for part in whole_plan()]
-    assert names[1:4] == FIRST and names[-4:] == ["golf score", "golf kernels", "golf loop", "speedrun loop"]
+    assert names[:3] == FIRST and names[-4:] == ["golf score", "golf kernels", "golf loop", "speedrun loop"]
     assert names.index("golf train") < names.index("golf resume") < names.index("tiny kernels")
     shown = gpu_results.shown(gpu_results.reports())    # by another depth than the preset's
-    assert ("gpt2_plus", "trains", "DEPTH=12") in shown and "gpt2_plus train" in names[1:6]
+    assert ("gpt2_plus", "trains", "DEPTH=12") in shown and "gpt2_plus train" in names[:5]
     everything = {(preset, goal) for preset in agenda.PRESETS for goal in agenda.GOALS}
-    assert not [part for part in whole_plan(seen=everything)[1:] if part.unseen]
+    assert not [part for part in whole_plan(seen=everything) if part.unseen]
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.0, 1.4])
@@ -183,7 +183,7 @@ def test_a_part_that_hangs_or_fails_holds_up_no_other(state):
         f"golf_plus {part}": "there is no run of golf_plus that ended well" for part in ("score", "resume")}
     assert {states[name] for name in states if name not in host.skipped} == {"done"}
     rest = agenda.tell_rest(parts)
-    assert rest.startswith("still unseen: train: golf_plus; score: golf_plus; resume: golf_plus; about ")
+    assert rest.startswith("still unseen: golf_plus train, golf_plus score, golf_plus resume; about ")
 
 
 def test_parts_side_by_side_fit_into_memory_and_one_that_waits_for_training_lets_others_pass():
@@ -277,7 +277,7 @@ def start(part):
     folder.mkdir()
     words = [sys.executable, "-IS", "-c", "import time; time.sleep(600)"]
     return gpu_report.Job(part, words, folder.resolve(), dict(MARK={mark!r}), report)
-agenda.carry_out(report.parts, start, report.skip, report, 600, 8.0)
+agenda.carry_out(report.parts, start, report, 8.0)
 """
 
 

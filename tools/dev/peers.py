@@ -30,7 +30,7 @@ import pyppmd
 
 import train_gpt
 from records.judge.trials import last_line
-from train_gpt import Refused, require
+from train_gpt import Data, Refused, require
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,32 +78,19 @@ PEERS = {
 
 
 # ---------- text
-class Text:
-    """A dataset, whose documents are also known as bytes."""
-    def __init__(self, path: Path) -> None:
-        self.path = path.resolve()
-        cfg = train_gpt.load_config(dict(DATA_PATH=str(path), EVAL_CONTEXT="2"))
-        self.data = train_gpt.open_data(cfg, lambda *_: None)
-        require(self.data.tokenizer and self.data.val_bytes,
-                f"{path} has no SentencePiece tokenizer, so its text is not known")
+def open_text(path: Path) -> Data:
+    """A dataset whose text is known. Raises Refused."""
+    cfg = train_gpt.load_config(dict(DATA_PATH=str(path), EVAL_CONTEXT="2"))
+    data = train_gpt.open_data(cfg, lambda *_: None)
+    require(data.tokenizer and data.val_bytes,
+            f"{path} has no SentencePiece tokenizer, so its text is not known")
+    return data
 
-    def documents(self, tokens: np.ndarray) -> list[bytes]:
-        """The text of each document. tokens (n,)."""
-        pieces = np.split(tokens, np.flatnonzero(tokens == self.data.bos))
-        return [self.data.tokenizer.decode(piece.tolist()).encode() for piece in pieces if len(piece)]
 
-    def val(self) -> list[bytes]:
-        """The documents of the val split, whose bytes the scores count."""
-        documents = self.documents(self.data.val)
-        decoded = sum(map(len, documents))
-        require(decoded == self.data.val_bytes, f"the val tokens of {self.path.name} decode to {decoded} "
-                f"bytes, but its val text has {self.data.val_bytes}")
-        return documents
-
-    def train(self) -> bytes:
-        """The text of the train split."""
-        shards = [train_gpt.open_shard(shard.path) for shard in self.data.train]
-        return b"".join(self.documents(np.concatenate(shards)))
+def documents(data: Data, tokens: np.ndarray) -> list[bytes]:
+    """The text of each document. tokens (n,)."""
+    pieces = np.split(tokens, np.flatnonzero(tokens == data.bos))
+    return [data.tokenizer.decode(piece.tolist()).encode() for piece in pieces if len(piece)]
 
 
 # ---------- compressors
@@ -140,24 +127,27 @@ def ppmd_sizes(primer: bytes, documents: list[bytes]) -> list[int]:
     return [in_fork(partial(rest, document)) - end for document in documents]
 
 
-def compressed(name: str, text: Text) -> int:
+def compressed(name: str, data: Data) -> int:
     """The bytes that a compressor makes of the val text; if primed, those beyond the train text's."""
-    documents = text.val()
-    val = b"".join(documents)
+    val = documents(data, data.val)
+    content = b"".join(val)
+    require(len(content) == data.val_bytes,
+            f"the val tokens decode to {len(content)} bytes, but their text has {data.val_bytes}")
     if name == "xz":
-        return xz_bytes(val)
-    primer = text.train()
+        return xz_bytes(content)
+    shards = [train_gpt.open_shard(shard.path) for shard in data.train]
+    primer = b"".join(documents(data, np.concatenate(shards)))
     if name == "ppmd":
-        return sum(ppmd_sizes(primer, documents))
-    return xz_bytes(primer + val) - xz_bytes(primer)
+        return sum(ppmd_sizes(primer, val))
+    return xz_bytes(primer + content) - xz_bytes(primer)
 
 
 # ---------- trainers
-def trained(name: str, seed: int, text: Text) -> dict[str, Any]:
+def trained(name: str, seed: int, path: Path, data: Data) -> dict[str, Any]:
     """The result.json of a run on the whole text. Raises Refused."""
     peer = PEERS[name]
-    settings = dict(MAX_WALLCLOCK_SECONDS="120", VOCAB_SIZE=str(text.data.vocab_size)) | os.environ
-    settings |= dict(PRESET=peer.preset, SEED=str(seed), DATA_PATH=str(text.path), DATA_FINGERPRINT="",
+    settings = dict(MAX_WALLCLOCK_SECONDS="120", VOCAB_SIZE=str(data.vocab_size)) | os.environ
+    settings |= dict(PRESET=peer.preset, SEED=str(seed), DATA_PATH=str(path), DATA_FINGERPRINT="",
                      VAL_TOKENS="0", RESUME="", EVAL_FROM="",
                      RUN_ID=f"peer_{name}_{seed}_{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}")
     done = subprocess.run([sys.executable, str(ROOT / "train_gpt.py")], env=settings | peer.settings,
@@ -167,18 +157,18 @@ def trained(name: str, seed: int, text: Text) -> dict[str, Any]:
 
 
 # ---------- the table
-def row(name: str, text: Text, seeds: int) -> str:
+def row(name: str, path: Path, data: Data, seeds: int) -> str:
     """A peer's row of the table, in Markdown; of several seeds mean, spread and count."""
     peer = PEERS[name]
     began = time.perf_counter()
     try:
         if peer.preset:
-            results = [trained(name, FIRST_SEED + i, text) for i in range(seeds)]
+            results = [trained(name, FIRST_SEED + i, path, data) for i in range(seeds)]
             scores = [result["val_bpb"] for result in results]
             seconds = statistics.mean([result["train_time_ms"] for result in results]) / 1e3
             what = f"{peer.what}; {statistics.mean([result['steps'] for result in results]):.0f} steps"
         else:
-            scores = [8 * compressed(name, text) / text.data.val_bytes]
+            scores = [8 * compressed(name, data) / data.val_bytes]
             seconds = time.perf_counter() - began
             what = peer.what
     except (Refused, MemoryError) as error:
@@ -202,14 +192,15 @@ def main(words: list[str]) -> int:
             require(name in PEERS, f"{name} is none of {', '.join(PEERS)}")
         require(args.seeds > 0, f"--seeds {args.seeds}: at least 1")
         path = Path("data/datasets", args.text)
-        text = Text(path if path.exists() else Path(args.text))
+        path = path if path.exists() else Path(args.text)
+        data = open_text(path)
     except Refused as error:
         print(f"bench --peers: {error}", file=sys.stderr)
         return 2
-    print(f"{text.path.name}: {text.data.val_bytes:,} val bytes\n")
+    print(f"{path}: {data.val_bytes:,} val bytes\n")
     print("| peer | bits per byte | seconds | what it is |\n|---|---|---:|---|", flush=True)
     for name in names:
-        print(row(name, text, args.seeds), flush=True)
+        print(row(name, path, data, args.seeds), flush=True)
     return 0
 
 
