@@ -5,7 +5,6 @@ import sys
 import pytest
 import torch
 
-import train_gpt
 from helpers import ROOT, TOY, planted
 from tools.dev import bench
 from tools.run.names import constants_of
@@ -19,18 +18,18 @@ def test_arms_step_in_turn(tiny_data, tmp_path, monkeypatch, capsys):
     line."""
     monkeypatch.chdir(tiny_data)
     planted(tmp_path)
-    before = bench.load_trainer(tmp_path)
-    monkeypatch.setattr(bench, "load_trainer", lambda folder: before if folder == tmp_path else train_gpt)
-    calls = []
-    for name, trainer in (("before", before), ("after", train_gpt)):
-        def counted(*args, name=name, plain=trainer.train_step):
-            calls.append(name)
-            return plain(*args)
-        monkeypatch.setattr(trainer, "train_step", counted)
+    plain = bench.next_batch
+    order = []
+
+    def noted(run, stage):
+        order.append(id(run))
+        return plain(run, stage)
+
+    monkeypatch.setattr(bench, "next_batch", noted)
     settings = {name: value for name, value in TOY.items() if name in constants_of("tiny")}
     arms = [f"before={tmp_path}", "after=", "after= TRAIN_BATCH_TOKENS=2048"]
     bench.compare_arms(settings, arms, steps=3)
-    assert calls[-24:] == ["before", "after", "after"] * 8      # those before are of the warmup
+    assert len({*order}) == 3 and order == 8 * order[:3]
     _, *lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("    time per token 1.000 (1.000 to 1.000) of the first")
     for arm, tokens, line, parts in zip(arms, (1024, 1024, 2048), lines[::3], lines[1::3], strict=True):

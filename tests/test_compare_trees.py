@@ -1,7 +1,6 @@
 """tools/dev/compare_trees.py: what its cases set, the differences it finds, what it says of failed runs."""
 import re
 import shutil
-from dataclasses import fields
 
 import pytest
 import torch
@@ -11,16 +10,9 @@ from helpers import with_boards
 from tools.dev import compare_trees
 from tools.dev.bench import random_data
 from tools.dev.compare_trees import CASES, COMMON, settings_of
+from tools.run.names import constants_of
 
-OFF = (0, 0.0, "", False, (0,), (0.0,), (), "off")
 PLANTED = ("ARTIFACT_SCALE_FLOOR", "0.02")  # shows in the score of golf's artifact alone
-
-
-def names_of(preset):
-    """{name in the environment: constant} of a preset."""
-    recipe = train_gpt.RECIPES[preset]
-    names = {field.name.upper(): field.name for field in fields(recipe)}
-    return names | {alias.upper(): name for name, alias in recipe.aliases.items()}
 
 
 # ---------- the cases
@@ -28,23 +20,11 @@ def test_one_case_per_preset():
     assert set(CASES) == set(with_boards())
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_case_sets_only_what_its_preset_has(case):
-    """What the preset leaves off stays off; DEVICE_BATCH_SIZE=0 means as many as fit, an empty schedule the
-    preset's own stages."""
-    preset = train_gpt.preset_config(case)
-    turned_on = []
-    for name in CASES[case]:
-        field = names_of(case)[name]
-        own_stages = field.endswith("_schedule") and getattr(preset, field) == ()
-        if getattr(preset, field) in OFF and field != "device_batch_size" and not own_stages:
-            turned_on.append(name)
-    assert turned_on == []
-
-
-def test_what_all_cases_set_some_preset_has():
-    known = set().union(*[names_of(preset) for preset in CASES])
-    assert {*COMMON} <= known
+def test_a_case_sets_only_what_its_preset_has():
+    """The trainer would not heed another name."""
+    for case, settings in CASES.items():
+        assert {*settings} <= constants_of(case)
+    assert {*COMMON} <= set().union(*[constants_of(case) for case in CASES])
 
 
 @pytest.mark.parametrize("steps", [12, 50])

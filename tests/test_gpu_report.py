@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import alone
 import exact
 import train_gpt
 from helpers import OURS, ROOT, load_module, planted, run_cli, wait_until, with_boards
@@ -256,15 +257,6 @@ def test_golf_keeps_its_learning_rates_in_the_first_half_of_the_run():
     assert [cfg.schedule(step, step / cfg.iterations).lr for step in (1, 9, 10, 15)] == [1, 1, 1, 0.5]
 
 
-def test_rows_at_a_time_are_what_fits_into_the_card(monkeypatch):
-    """The trainer by itself would take an eighth of the step."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    team = SimpleNamespace(world_size=1, on_gpu=True, device=torch.device("cuda"), dtype=torch.bfloat16)
-    cfg = train_gpt.load_config(gpu_parts.one_rank_of_eight(train_gpt, "gpt2", {}, False))
-    rows = [int(gpu_parts.rows_that_fit(cfg, bench.machine_of(team, GiB << 30))) for GiB in (38, 76)]
-    assert 1 <= rows[0] < rows[1]
-
-
 KILLED = """
 import sys
 sys.path.insert(0, {root!r})
@@ -304,12 +296,10 @@ def test_killed_it_leaves_a_valid_file_and_nothing_running(tmp_path):
     wait_until(lambda: not marked(mark))
 
 
-def test_a_process_of_a_gpu_test_ends_by_its_exit_code(tmp_path):
-    """As tests/alone.py starts and stops them."""
-    words = [sys.executable, "-c", "print('here'); raise SystemExit(3)"]
-    process = gpu_report.start_process(words, tmp_path, os.environ, tmp_path / "said")
-    assert process.wait() == 3 and (tmp_path / "said").read_text() == "here\n"
-    gpu_report.stop_process(process)
+def test_gpu_tests_start_and_stop_processes_in_the_same_way():
+    item = SimpleNamespace(nodeid="--version", config=SimpleNamespace(rootpath=ROOT))
+    code, said, _ = alone.result_of(item)
+    assert code == 0 and said.startswith("pytest")
 
 
 # ---------- the machine
@@ -390,7 +380,6 @@ def test_the_loop_is_that_of_a_rank_of_eight(measured, monkeypatch):
     assert not [row for row in found if row[0] == "FAULT"] and "kinds of operators" in found[-1][1], found
     assert seen and all(8 * bank.master.numel() == bank.data.numel() for bank in seen)
     assert any(bank.my_data.any() for bank in seen)
-    assert all(bank.my_data.data_ptr() == bank.data.data_ptr() for bank in seen)
 
 
 @pytest.mark.parametrize("word", ["FP9=off", "fp8=off", "bord", "MATRIX_LR"])
@@ -525,7 +514,7 @@ def test_the_table_is_what_the_reports_show(tmp_path):
 
 # ---------- what a step runs
 def test_operators_are_recorded_with_dtypes():
-    """Each dtype once; what launches nothing is left out; other devices, too."""
+    """Each dtype once; what launches nothing is left out."""
     a = torch.ones(4, 6, dtype=torch.bfloat16)
     b = torch.ones(4, 8, dtype=torch.bfloat16)
 
@@ -539,9 +528,6 @@ def test_operators_are_recorded_with_dtypes():
     assert recorder.found == {
         ("aten.mm", ("bfloat16",)), ("aten.sum", ("bfloat16",)), ("aten._to_copy", ("bfloat16",)),
         ("aten._foreach_copy_", ("float32", "bfloat16"))}
-    with gpu_parts.Recorder("cuda") as recorder:
-        function()
-    assert not recorder.found
 
 
 @pytest.mark.slow

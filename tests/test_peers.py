@@ -54,13 +54,11 @@ def table(small, monkeypatch, capsys):
 
 
 def alone(primer, document):
-    """What a document adds to the primer in a new PPMd encoder; the code is decoded."""
+    """What a document adds to the primer in a new PPMd encoder."""
     sizes = []
     for content in (primer, primer + document):
         encoder = pyppmd.Ppmd7Encoder(ORDER, MEGABYTES * 10**6)
-        code = encoder.encode(content) + encoder.flush()
-        sizes.append(len(code))
-    assert pyppmd.Ppmd7Decoder(ORDER, MEGABYTES * 10**6).decode(code, len(content)) == content
+        sizes.append(len(encoder.encode(content) + encoder.flush()))
     return sizes[1] - sizes[0]
 
 

@@ -76,9 +76,7 @@ CASES = {
         LR_WARMUP_STEPS="5", FP8="all")}
 
 
-# Of the dataset that all runs read
-SIZES = SimpleNamespace(vocab_size=512, eval_context=3_000)
-TOKENS = 300_000
+SIZES = SimpleNamespace(vocab_size=512, eval_context=3_000)  # of the dataset that all runs read
 
 
 def settings_of(case: str, steps: int) -> dict[str, str]:
@@ -124,7 +122,6 @@ def read_run(folder: Path) -> dict[str, Any]:
     for name, value in json.loads((run / "result.json").read_text()).items():
         if name in RESULTS or name.startswith("val_"):
             found[f"result {name}"] = value
-    found["result eval"].pop("eval_window", None)
     return found
 
 
@@ -162,7 +159,7 @@ def first_difference(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 def compare(args: argparse.Namespace, root: Path, case: str, ranks: int) -> tuple[bool, str]:
     """Runs both trees at the same time -> (are they identical?, details)."""
-    settings = settings_of(case, args.steps) | random_data(root / "data", SIZES, TOKENS, longest=300)
+    settings = settings_of(case, args.steps) | random_data(root / "data", SIZES, 300_000, longest=300)
     settings |= dict([word.split("=", 1) for word in args.env])
     folders = [root / f"{case}_{ranks}_before", root / f"{case}_{ranks}_after"]
     with ThreadPoolExecutor() as pool:

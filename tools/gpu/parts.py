@@ -26,13 +26,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 
@@ -42,9 +43,6 @@ from tools.gpu import agenda, seen_on_gpu, static, training
 from tools.run import plan
 from tools.run.machine import Machine
 from train_gpt import Run, Stage
-
-if TYPE_CHECKING:
-    from torch._ops import OpOverload
 
 LEAST_GAIN = 0.5  # ms per step that a constant must gain
 LEAST_PART = 0.1  # of the time of what it changes
@@ -243,15 +241,12 @@ def environment(report: Report, toy: bool) -> None:
 
 
 # ---------- what a step calls
-Sizes = tuple[int, ...]
-
-
 class Call(NamedTuple):
     """A call of attention in a step: shapes of q, k and v, and the mask's window and documents."""
 
-    q: Sizes
-    k: Sizes
-    v: Sizes
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
     window: int  # tokens before its own that a query sees
     documents: Tensor | None
 
@@ -630,8 +625,6 @@ def main(text: str) -> None:
     report = Report(Path("events.jsonl"), part, spec["preset"])
     if ON_STAND_IN:
         kept = static.replace_attention(torch, lambda *_: None)  # noqa: F841  held until the end
-    if spec["toy"]:
-        torch.set_num_threads(1)  # more gain nothing at this size
     if part == "environment":
         environment(report, spec["toy"])
         return

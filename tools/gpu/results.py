@@ -27,12 +27,8 @@ END = "<!-- end of what it made -->\n"
 MORE: dict[str, Any] = dict(side_by_side=False, operators={}, given={}, shown={})
 
 
-class NoReport(Exception):
-    """A file that shows nothing, in a sentence."""
-
-
 def read(path: Path) -> dict[str, Any]:
-    """A report. Raises NoReport."""
+    """A report. Raises ValueError."""
     try:
         found = MORE | json.loads(path.read_text(encoding="utf-8"))
         measured = [row["part"] for row in found["verdicts"] if row["preset"]]
@@ -40,12 +36,12 @@ def read(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         useful = False
     if not useful:
-        raise NoReport(f"{path.name} is no report of gpu-report that measured a preset on a GPU")
+        raise ValueError(f"{path.name} is no report of gpu-report that measured a preset on a GPU")
     return found
 
 
 def reports(folder: Path = FOLDER) -> list[dict[str, Any]]:
-    """Those in a folder, the oldest first. Raises NoReport."""
+    """Those in a folder, the oldest first. Raises ValueError."""
     return sorted([read(path) for path in folder.glob("*.json")], key=lambda found: found["begun"])
 
 
@@ -107,7 +103,7 @@ def main(argv: list[str], folder: Path = FOLDER, page: Path = PAGE) -> int:
             read(Path(report))
             shutil.copy(report, folder / f"{name}.json")
         table = matrix(shown(reports(folder)))
-    except (NoReport, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"results: {error}", file=sys.stderr)
         return 2
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
