@@ -16,12 +16,9 @@ PLANTED = ("ARTIFACT_SCALE_FLOOR", "0.02")  # shows in the score of golf's artif
 
 
 # ---------- the cases
-def test_one_case_per_preset():
-    assert set(CASES) == set(with_boards())
-
-
-def test_a_case_sets_only_what_its_preset_has():
+def test_there_is_a_case_per_preset_and_it_sets_only_what_that_has():
     """The trainer would not heed another name."""
+    assert {*CASES} == {*with_boards()}
     for case, settings in CASES.items():
         assert {*settings} <= constants_of(case)
     assert {*COMMON} <= set().union(*[constants_of(case) for case in CASES])

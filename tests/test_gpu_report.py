@@ -302,16 +302,7 @@ def test_gpu_tests_start_and_stop_processes_in_the_same_way():
     assert code == 0 and said.startswith("pytest")
 
 
-# ---------- the machine
-@pytest.mark.parametrize("compiler, faults", [("gcc", []), ("", ["no C compiler"])])
-def test_environment(compiler, faults, monkeypatch):
-    monkeypatch.setattr(gpu_parts.shutil, "which", lambda name: compiler == name)
-    report = gpu_parts.Report(None)
-    gpu_parts.environment(report, True)
-    assert [text[:13] for verdict, text in verdicts_of(report) if verdict == "FAULT"] == faults
-
-
-# ---------- the reference, and planted faults
+# ---------- planted faults
 SCALE = "scaled_mm(grad, w.t(), scale_g, scale_w), scaled_mm(grad_t"
 LOSS = "error * part * (1 - part) * (top * scale * factor)"
 ATTENTION = "    kernel = partial(kernel, scale=1.0, enable_gqa=k.size(1) < H)\n    blocks ="
