@@ -7,7 +7,6 @@ import torch
 
 from helpers import ROOT, TOY, planted
 from tools.dev import bench
-from tools.run.names import constants_of
 
 OLDER = ROOT / "records/track_tiny/2026-11-26_WordsLongNgrams"
 
@@ -26,9 +25,8 @@ def test_arms_step_in_turn(tiny_data, tmp_path, monkeypatch, capsys):
         return plain(run, stage)
 
     monkeypatch.setattr(bench, "next_batch", noted)
-    settings = {name: value for name, value in TOY.items() if name in constants_of("tiny")}
     arms = [f"before={tmp_path}", "after=", "after= TRAIN_BATCH_TOKENS=2048"]
-    bench.compare_arms(settings, arms, steps=3)
+    bench.compare_arms(TOY, arms, steps=3)
     assert len({*order}) == 3 and order == 8 * order[:3]
     _, *lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("    time per token 1.000 (1.000 to 1.000) of the first")
