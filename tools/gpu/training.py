@@ -110,7 +110,7 @@ def train(subject: Subject) -> None:
     for kind, words in (("trained", "val"), ("artifact", "as read back")):
         if kind in scores:
             told += f", {words} {scores[kind]:.4f}"
-    told += f"; {result['compile_ms'] / 1e3:.0f} s to compile"
+    told += f"; warmup {result['compile_ms'] / 1e3:.0f} s"  # and compiling
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_reserved() / 2**30
         told += f"; micro_batch {result['micro_batch']}, {peak:.1f} GiB"
