@@ -2,14 +2,15 @@
 import json
 import lzma
 import re
+from pathlib import Path
 
+import numpy as np
 import pyppmd
 import pytest
-import sentencepiece as spm
 
 import fork_server
 import train_gpt
-from helpers import library_documents, run_cli, tokens_of, train_tokenizer, write_dataset
+from helpers import library_documents, run_cli
 from tools.dev import peers
 
 MEGABYTES = 2
@@ -20,24 +21,10 @@ TOY = dict(DEVICE="cpu", DTYPE="float32", COMPILE="0", WARMUP_STEPS="0", NUM_LAY
            VALUE_EMBED_LAYERS="0,1")
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A folder to run in, with data/datasets/small: (folder, train documents, val documents)."""
-    root = tmp_path_factory.mktemp("peers")
-    documents = list(library_documents(90_000))
-    model = train_tokenizer(documents)
-    sp = spm.SentencePieceProcessor(model_proto=model)
-    val = documents[:5]
-    train = documents[5:]
-    write_dataset(root, "small", model, [tokens_of(sp, train[:20]), tokens_of(sp, train[20:])],
-                  tokens_of(sp, val), sum(len(text.encode()) for text in val))
-    return root, [text.encode() for text in train], [text.encode() for text in val]
-
-
 @pytest.fixture
-def table(small, monkeypatch, capsys):
+def table(tiny_data, tmp_path, monkeypatch, capsys):
     """Words -> (exit code, rows of the table {peer: cells}, stderr), in this process and at toy size."""
-    monkeypatch.chdir(small[0])
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(peers, "PPMD_MEGABYTES", MEGABYTES)
     monkeypatch.setattr(peers, "PPMD_ORDER", ORDER)
     monkeypatch.setattr(peers.sys, "executable", fork_server.start())
@@ -45,7 +32,7 @@ def table(small, monkeypatch, capsys):
         monkeypatch.setitem(peers.PEERS, name, peer._replace(settings=peer.settings | TOY))
 
     def call(*words):
-        code = peers.main(["--text", "small", *words])
+        code = peers.main(["--text", str(tiny_data / "data/datasets/toy"), *words])
         out, err = capsys.readouterr()
         rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ")]
         return code, {cells[0]: cells for cells in rows}, err
@@ -53,36 +40,41 @@ def table(small, monkeypatch, capsys):
     return call
 
 
-def alone(primer, document):
-    """What a document adds to the primer in a new PPMd encoder."""
-    sizes = []
-    for content in (primer, primer + document):
-        encoder = pyppmd.Ppmd7Encoder(ORDER, MEGABYTES * 10**6)
-        sizes.append(len(encoder.encode(content) + encoder.flush()))
-    return sizes[1] - sizes[0]
+def ppmd(content):
+    """The bytes that a new PPMd encoder makes of it."""
+    encoder = pyppmd.Ppmd7Encoder(ORDER, MEGABYTES * 10**6)
+    return len(encoder.encode(content) + encoder.flush())
 
 
-def test_compressors(small, table):
-    """Their numbers; PPMd's documents do not see one another."""
-    _, train, val = small
-    code, rows, _ = table("--only=xz,xz-primed,ppmd")
-    size = sum(map(len, val))
+def xz(content):
     chain = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
-    xz, before, both = [len(lzma.compress(b"".join(content), filters=chain))
-                        for content in (val, train, train + val)]
-    assert xz == len(lzma.compress(b"".join(val), preset=9 | lzma.PRESET_EXTREME))
-    ppmd = sum([alone(b"".join(train), document) for document in val])
+    return len(lzma.compress(content, filters=chain))
+
+
+def test_compressors(tiny_data, table):
+    """Their numbers; PPMd's documents do not see one another."""
+    texts = [text.encode() for text in library_documents(400_000)]
+    val = texts[:10]    # as write_toy_data() has them; the last document of train is cut
+    data = peers.open_text(tiny_data / "data/datasets/toy")
+    tokens = np.concatenate([train_gpt.open_shard(shard.path) for shard in data.train])
+    train = b"".join(peers.documents(data, tokens))
+    assert b"".join(texts[20:]).startswith(train) and len(train) > 200_000
+    code, rows, _ = table("--only=xz,xz-primed,ppmd")
+    whole = b"".join(val)
+    primer = ppmd(train)
+    sizes = {"xz": xz(whole), "xz-primed": xz(train + whole) - xz(train),
+             "ppmd": sum([ppmd(train + document) - primer for document in val])}
+    assert xz(whole) == len(lzma.compress(whole, preset=9 | lzma.PRESET_EXTREME))
     assert code == 0 and {name: row[1] for name, row in rows.items() if name != "peer"} == {
-        "xz": f"{8 * xz / size:.4f}", "xz-primed": f"{8 * (both - before) / size:.4f}",
-        "ppmd": f"{8 * ppmd / size:.4f}"}
+        name: f"{8 * size / len(whole):.4f}" for name, size in sizes.items()}
 
 
-def test_all_that_train(small, table):
+def test_all_that_train(table):
     """Each by its recipe, with equal settings, and two seeds."""
     names = [name for name, peer in peers.PEERS.items() if peer.preset]
     code, rows, _ = table("--only", ",".join(names))
     assert code == 0 and [*rows] == ["peer", *names]
-    results = [json.loads(path.read_text()) for path in (small[0] / "logs").glob("peer_*/result.json")]
+    results = [json.loads(path.read_text()) for path in Path("logs").glob("peer_*/result.json")]
     assert sorted(f"{result['val_bpb']:.4f}" for result in results) == sorted(rows[name][1] for name in names)
     assert {(result["steps"], result["config"]["train_batch_tokens"]) for result in results} == {(2, "256")}
     assert all("; 2 steps" in rows[name][3] for name in names)
@@ -119,8 +111,7 @@ def test_refused(word, sentence, table):
     assert code == 2 and not rows and err.startswith(f"bench --peers: {sentence}")
 
 
-def test_the_command(small):
+def test_the_command(tiny_data):
     """As run.sh calls it."""
-    words = ["--peers", "--only", "xz", "--text", "data/datasets/small"]
-    done = run_cli(small[0], *words, module="tools.dev.bench")
+    done = run_cli(tiny_data, "--peers", "--only", "xz", "--text", "toy", module="tools.dev.bench")
     assert done.code == 0 and "\n| xz | " in done.out, done.err

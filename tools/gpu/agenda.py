@@ -171,8 +171,8 @@ def tell_plan(parts: list[Part], GiB: float, seconds: float, slow: float) -> lis
     """Lines: how much there is to do, and what comes first."""
     total = slow * sum([part.expected_s for part in parts]) / 60
     lines = [
-        f"plan: {len(parts)} parts, about {total:.0f} min one after another, up to {MOST} side by side within "
-        f"{GiB:.0f} GiB, for {seconds / 60:.1f} min"
+        f"plan: {len(parts)} parts, about {total:.0f} min one after another, up to {MOST} side by side "
+        f"within {GiB:.0f} GiB, for {seconds / 60:.1f} min"
     ]
     trains = [part.preset for part in parts if part.part == "train" and part.unseen]
     if trains:
