@@ -40,7 +40,7 @@ def measured(tmp_path):
 
     def go(trainer, what, **given):
         settings = gpu_parts.one_rank_of_eight(trainer, "speedrun", given, toy=True)
-        settings |= bench.random_data(tmp_path / "data", trainer.load_config(settings), 1 << 20)
+        settings |= bench.random_data(tmp_path / "data", trainer.load_config(settings), 1 << 16)
         settings |= dict(MAX_WALLCLOCK_SECONDS="0", VAL_LOSS_EVERY="0", MAX_EPOCHS="0")
         subject = gpu_parts.Subject(trainer, gpu_parts.Report(None, "loop", "speedrun"), settings, True)
         if what in (gpu_parts.kernels, gpu_parts.loop):
@@ -345,7 +345,7 @@ def test_tiles_are_offered_where_attention_is_flex(generation, monkeypatch):
     assert len(gpu_parts.attention_options(run, flex._replace(window=4, documents=None))) == 1
 
 
-SHORT = dict(ITERATIONS="30", NUM_LAYERS="1", TRAIN_SEQ_LEN="64", WINDOW_SCHEDULE="32")
+SHORT = dict(ITERATIONS="20", NUM_LAYERS="1", TRAIN_SEQ_LEN="64", WINDOW_SCHEDULE="32")
 
 
 def test_a_pause_on_the_clock_is_named(measured, tmp_path, monkeypatch):
