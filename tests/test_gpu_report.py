@@ -229,16 +229,17 @@ def job_of(part, code, whole, folder):
     ("os.kill(os.getpid(), signal.SIGSEGV)", 2, "failed",
      [("FAULT", "train: ended by SIGSEGV; its last lines:")], []),
     ("print('one', flush=True); time.sleep(60)", 2, "stopped",
-     [("FAULT", "train: stopped after 0 s; its last lines:")], ["one"]),
-    ("time.sleep(60)", 0, "stopped", [("skip", "train: stopped after 1 s; its last lines:")], [])],
+     [("FAULT", "train: stopped after N s; its last lines:")], ["one"]),
+    ("time.sleep(60)", 0, "stopped", [("skip", "train: stopped after N s; its last lines:")], [])],
     ids=["well", "exit code", "signal", "its own limit", "the end of the report"])
 def test_how_a_part_ends(code, minutes, state, verdicts, last_lines, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_report, "LEAST_LIMIT_ON_A_CPU", 0.4)
+    monkeypatch.setattr(gpu_report, "LEAST_LIMIT_ON_A_CPU", 1.0)
     whole.found["minutes"] = minutes
     part = part_of(seconds=0.1 if "one" in last_lines and state == "stopped" else 20)
     job = job_of(part, code, whole, tmp_path / "part")
     wait_until(job.poll)
-    assert part.state == state and read(whole) == verdicts and part.last_lines == last_lines
+    found = [(verdict, re.sub(r"\d+ s;", "N s;", text)) for verdict, text in read(whole)]
+    assert part.state == state and found == verdicts and part.last_lines == last_lines
 
 
 def test_the_score_and_the_resumed_run_are_compared_with_the_run(tmp_path):
@@ -349,13 +350,13 @@ SHORT = dict(ITERATIONS="20", NUM_LAYERS="1", TRAIN_SEQ_LEN="64", WINDOW_SCHEDUL
 
 
 def test_a_pause_on_the_clock_is_named(measured, tmp_path, monkeypatch):
-    """0.5 s, as of a garbage collection."""
+    """0.8 s, as of a garbage collection."""
     for later in ("operators", "profile_step"):      # what is measured after the loop
         monkeypatch.setattr(gpu_parts, later, lambda *_: None)
     step = "        # 3. a step and its report\n"
-    trainer = planted_trainer(tmp_path, step, step + "        time.sleep(0.5 * (step == 17))\n")
+    trainer = planted_trainer(tmp_path, step, step + "        time.sleep(0.8 * (step == 17))\n")
     slow = [text for verdict, text in measured(trainer, gpu_parts.loop, **SHORT) if verdict == "SLOW"]
-    assert any(re.search(r"longest [56]\d\d\.\d in step 17", text) for text in slow), slow
+    assert any(re.search(r"longest \d{3,}\.\d in step 17", text) for text in slow), slow
 
 
 @pytest.mark.slow
