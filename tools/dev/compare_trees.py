@@ -7,8 +7,8 @@
 BEFORE and AFTER are folders with a train_gpt.py. There is one case per preset: the preset itself at toy
 size, on dummy tokens, on the CPU, fp32, not compiled, one thread per rank. Compared bit by bit are the
 train_loss of every step and every val_loss (both from events.jsonl), the tensors of final_model.pt, and the
-scores, steps and tokens of result.json, among them size and score of the artifact as read back, if the recipe
-has one.
+scores, steps and tokens of result.json, among them the score of the artifact as read back, if the recipe has
+one. An artifact's bytes may differ.
 
 One line per case and number of ranks; exit 1 if anything differs.
 
