@@ -2,7 +2,7 @@
 hold.
 
 Nothing here imports torch, starts a process or knows what time it is: a part is begun by a function and
-ends by the poll() of what that returns, on a clock that is given.
+ends by the poll() of what that returns, on a host whose clock is given.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,6 @@ SHOWS = dict(
     kernels=("kernels timed",),
     loop=("loop timed",),
 )
-PARTS = ("environment", *SHOWS)
 ALONE = ("environment", "kernels", "loop")
 AFTER_TRAIN = ("score", "resume")
 GOALS = [goal for goals in SHOWS.values() for goal in goals]
@@ -31,10 +30,9 @@ MEMORY_SHARE = 0.95  # of the GPU's, that parts side by side may fill by their o
 FASTEST = 0.5  # a host is never taken to be faster than this
 
 # Seconds and GiB that a part needs, mostly guesses. Measured on one H100 80GB HBM3 with 16 cores, 26 and 27
-# November 2026, torch 2.11.0 (docs/gpu_results/): environment; train, score and loop of golf; loop of
+# November 2026, torch 2.11.0 (docs/gpu_results/): train, score and loop of golf; loop of
 # speedrun, 46 s of which were compiling; GiB of golf, golf_plus and speedrun.
 SECONDS = dict(
-    environment={"": 11},
     train=dict(tiny=90, golf=121, golf_plus=130, speedrun=250, speedrun_plus=240, gpt2=330, gpt2_plus=330),
     score=dict(tiny=25, golf=47, golf_plus=30, speedrun=50, speedrun_plus=60, gpt2=90, gpt2_plus=90),
     # its graphs are in the cache by then
@@ -52,7 +50,7 @@ def needed(part: str, preset: str, toy: bool) -> tuple[float, float]:
     if toy:
         return TOY_SECONDS, 1
     of_part = LARGEST_GiB if part in ALONE else TRAIN_GiB
-    return SECONDS[part][preset], of_part.get(preset, 0)
+    return SECONDS[part][preset], of_part[preset]
 
 
 # ---------- the parts
@@ -66,7 +64,6 @@ class Part:
     GiB: float
     unseen: list[str] = field(default_factory=list)  # what it would show that no card has shown
     state: str = "waiting"  # running, done, failed, stopped or skipped
-    doing: str = ""
     seconds: float = 0.0
     limit_s: float = 0.0
     last_lines: list[str] = field(default_factory=list)
@@ -87,16 +84,16 @@ def make_plan(
     seen = {*seen}
     parts = []
     for part in only:
-        for preset in [""] if part == "environment" else presets:
+        for preset in presets:
             if part == "resume" and preset in LARGE:
                 continue
             seconds, GiB = needed(part, preset, toy)
-            goals = [goal for goal in SHOWS.get(part, ()) if goal != "reads back" or preset in WITH_ARTIFACT]
+            goals = [goal for goal in SHOWS[part] if goal != "reads back" or preset in WITH_ARTIFACT]
             unseen = [goal for goal in goals if (preset, goal) not in seen]
             parts.append(Part(part, preset, seconds, GiB, unseen))
     train_seconds = {part.preset: part.expected_s for part in parts if part.part == "train"}
     needs_training = {part.preset for part in parts if part.part in AFTER_TRAIN and part.unseen}
-    groups = dict(environment=0, train=0, score=1, resume=1, kernels=2, loop=2)
+    groups = dict(train=0, score=1, resume=1, kernels=2, loop=2)
 
     def place(part: Part) -> tuple[bool, int, float, int]:
         again = not part.unseen
@@ -104,7 +101,7 @@ def make_plan(
         if part.part == "train" and again and part.preset in needs_training:
             again = False
             group = 1
-        return again, group, train_seconds.get(part.preset, part.expected_s), PARTS.index(part.part)
+        return again, group, train_seconds.get(part.preset, part.expected_s), [*SHOWS].index(part.part)
 
     return sorted(parts, key=place)
 
@@ -145,17 +142,10 @@ def why_not(part: Part, parts: list[Part], left: float) -> str:
     return ""
 
 
-def carry_out(
-    parts: list[Part],
-    start: Callable[[Part], Any],
-    skip: Callable[[Part, str], None],
-    clock: Any,
-    seconds: float,
-    GiB: float,
-) -> None:
-    """Runs the parts in order, side by side where they may be, until so many seconds have passed. start()
-    returns what has its part and poll(): whether it has ended, and then it has set the part's state and
-    seconds. clock: now(), in seconds since the report began, and pause()."""
+def carry_out(parts: list[Part], start: Callable[[Part], Any], host: Any, GiB: float) -> None:
+    """Runs the parts in order, side by side where they may be, while there is time. start() returns what has
+    its part and poll(): whether it has ended, and then it has set the part's state and seconds. host: left(),
+    seconds until the end, pause(), and skip(part, why)."""
     jobs: list[Any] = []
     while True:
         jobs = [job for job in jobs if not job.poll()]
@@ -163,14 +153,14 @@ def carry_out(
         if not waiting and not jobs:
             return
         for part in waiting:
-            why = why_not(part, parts, seconds - clock.now())
+            why = why_not(part, parts, host.left())
             if why:
                 part.state = "skipped"
-                skip(part, why)
+                host.skip(part, why)
         waiting = [part for part in waiting if part.state == "waiting"]
         part = next_part(waiting, [job.part for job in jobs], GiB)
         if part is None:
-            clock.pause()
+            host.pause()
             continue
         part.state = "running"
         jobs.append(start(part))
@@ -181,11 +171,9 @@ def tell_plan(parts: list[Part], GiB: float, seconds: float, slow: float) -> lis
     """Lines: how much there is to do, and what comes first."""
     total = slow * sum([part.expected_s for part in parts]) / 60
     lines = [
-        f"plan: {len(parts)} parts, {total:.0f} minutes one after another (estimate), up to {MOST} side by "
-        f"side within {GiB:.0f} GiB, for {seconds / 60:.1f} minutes"
+        f"plan: {len(parts)} parts, about {total:.0f} min one after another, up to {MOST} side by side "
+        f"within {GiB:.0f} GiB, for {seconds / 60:.1f} min"
     ]
-    if slow > 1.1:
-        lines.append(f"this host is slow: all is expected to take {slow:.1f} times as long")
     trains = [part.preset for part in parts if part.part == "train" and part.unseen]
     if trains:
         lines.append(f"not yet trained to its score on a card, so first: {', '.join(trains)}")
@@ -197,9 +185,6 @@ def tell_rest(parts: list[Part]) -> str:
     undone = [part for part in parts if part.unseen and part.state != "done"]
     if not undone:
         return "all that was asked for has been seen on a card"
-    kinds: dict[str, list[str]] = {}
-    for part in undone:
-        kinds.setdefault(part.part, []).append(part.preset)
-    listed = "; ".join([f"{kind}: {', '.join(presets)}" for kind, presets in kinds.items()])
     minutes = slowness(parts) * sum([part.expected_s for part in undone]) / 60
-    return f"still unseen: {listed}; about {minutes:.0f} minutes one after another"
+    names = ", ".join([part.name() for part in undone])
+    return f"still unseen: {names}; about {minutes:.0f} minutes one after another"

@@ -1,7 +1,7 @@
 """Is this GPU ready, and which constants should change? Begins with what no card has shown yet.
 
     ./run.sh gpu-report [PRESET ...] [NAME=value ...]   all seven presets unless told otherwise
-    ./run.sh gpu-report speedrun --only kernels,loop    of train, score, resume, kernels, loop
+    ./run.sh gpu-report speedrun --only kernels loop    of train, score, resume, kernels, loop
     ./run.sh gpu-report --minutes 20                    plans for so many (10), and says what will not fit
     ./run.sh gpu-report --toy                           all of it on a CPU, at toy size: a rehearsal of itself
 
@@ -19,11 +19,9 @@ would not end in time. The last line says what is still unseen.
 One verdict per line, and the same with its figures in gpu_report.json (--json FILE), which is valid whenever
 the command is killed; nothing that it started goes on then. ok: as expected. FAULT: do not train before this
 is fixed. SLOW: time that a run would lose. set: a constant or a line to change, since it gains more than
-0.5 ms a step and a tenth of that part. note: nothing to judge. skip: not done, with the reason. Lines that
-begin with `...` tell what is being done.
+0.5 ms a step and a tenth of that part. note: nothing to judge. skip: not done, with the reason.
 
-Shapes are those of one rank of eight, tokens are random; tiny and golf train on text where their data are
-here or DATA_PATH names some. Exit code 1: some verdict is FAULT.
+Shapes are those of one rank of eight, tokens are random. Exit code 1: some verdict is FAULT.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ import argparse
 import ctypes
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -44,7 +41,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tools.gpu import agenda
@@ -59,26 +55,28 @@ if __name__ == "__main__":  # for the processes of the parts, which are trainers
 
 MEASURED_TOY = "speedrun"  # of the toys that train, the one that is measured
 TOY_GiB = 8.0
+ENVIRONMENT_SECONDS = 11  # on one H100, 26 November 2026
 LINES_SHOWN = 8  # of the output of what failed
 PATIENCE = 2.0  # times what is expected on this host: then a part is stopped
 LEAST_LIMIT = 60.0  # s
 LEAST_LIMIT_ON_A_CPU = 600.0  # which may do other things, too: a toy, or the stand-in for a GPU
-HEARTBEAT = 15.0  # s between two lines about a part that does the same as before
-QUIET = 3.0  # s between two lines about a part
 
 
 # ---------- the file
 class Report:
-    """All that is known, on the screen and in a JSON file, which is replaced as a whole at each change."""
+    """All that is known, on the screen and in a JSON file, which is replaced as a whole at each change; the
+    host of the plan."""
 
-    def __init__(self, path: Path, args: argparse.Namespace, begun: str) -> None:
+    def __init__(self, path: Path, args: argparse.Namespace) -> None:
         self.path = path
         self.began = time.perf_counter()
-        self.found: dict[str, Any] = dict(
-            version=3, commit=commit_of_here(), toy=args.toy, complete=False, begun=begun,
-            minutes=args.minutes, given=args.given, machine={}, parts=[], operators={}, verdicts=[],
-        )  # fmt: skip
         self.parts: list[Part] = []
+        git = subprocess.getoutput(f"git -C '{ROOT}' rev-parse --short HEAD 2>/dev/null")
+        self.found: dict[str, Any] = dict(
+            version=3, commit=git, toy=args.toy, complete=False,
+            begun=datetime.now(UTC).isoformat(timespec="seconds"), minutes=args.minutes, given=args.given,
+            machine={}, parts=[], operators={}, verdicts=[],
+        )  # fmt: skip
         self.write()
 
     def write(self) -> None:
@@ -92,17 +90,15 @@ class Report:
         self.found["verdicts"].append(row)
         self.write()
         print(f"{row['verdict']:5} {row['preset']:8} {row['text']}", flush=True)
-        for line in row["figures"].get("last_lines", []):
-            print(f"      | {line}", flush=True)
 
-    def say(self, part: Part, verdict: str, text: str, **figures: Any) -> None:
-        self.add(dict(part=part.part, preset=part.preset, verdict=verdict, text=text, figures=figures))
+    def say(self, part: Part, verdict: str, text: str) -> None:
+        self.add(dict(part=part.part, preset=part.preset, verdict=verdict, text=text, figures={}))
 
     def skip(self, part: Part, why: str) -> None:
         self.say(part, "skip", f"{part.part}: {why}")
 
     def now(self) -> float:
-        """Seconds since it began; with pause() the clock of the plan."""
+        """Seconds since it began."""
         return time.perf_counter() - self.began
 
     def pause(self) -> None:
@@ -112,17 +108,15 @@ class Report:
         """Seconds until it should end."""
         return 60 * self.found["minutes"] - self.now()
 
-    def memory(self) -> float:
-        """GiB that parts may fill."""
-        return agenda.MEMORY_SHARE * self.found["machine"].get("memory_GiB", TOY_GiB)
-
 
 # ---------- processes
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 
 
-def start_process(words: Sequence[str], folder: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_process(
+    words: Sequence[str], folder: Path, env: Mapping[str, str], output: Path
+) -> subprocess.Popen[bytes]:
     """A process in a group of its own, which the kernel kills when this one ends, however that ends."""
     parent = os.getpid()
 
@@ -131,7 +125,7 @@ def start_process(words: Sequence[str], folder: Path, env: Mapping[str, str]) ->
         if os.getppid() != parent:  # it ended in between
             os._exit(1)
 
-    with open(folder / "output.txt", "ab") as file:
+    with open(output, "ab") as file:
         return subprocess.Popen(
             words, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             start_new_session=True, preexec_fn=bound_to_parent,
@@ -145,15 +139,9 @@ def stop_process(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def last_lines(path: Path) -> list[str]:
-    """The last lines of a file that say something."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line.rstrip()[:200] for line in lines if line.strip()][-LINES_SHOWN:]
-
-
 class Job:
-    """A part that runs, in a folder of its own: its output goes to output.txt, and its process writes what it
-    does and finds to events.jsonl."""
+    """A part that runs, in a folder of its own: what its process prints goes to output.txt, what it finds to
+    events.jsonl."""
 
     def __init__(
         self, part: Part, words: Sequence[str], folder: Path, env: Mapping[str, str], report: Report
@@ -161,71 +149,60 @@ class Job:
         self.part = part
         self.folder = folder
         self.report = report
-        self.position = 0  # in the file of events
+        self.taken = 0  # lines of events
         self.began = time.perf_counter()
         on_cpu = report.found["toy"] or "STATIC_NAME" in os.environ
         expected = part.expected_s * agenda.slowness(report.parts)
         patient = max(LEAST_LIMIT_ON_A_CPU if on_cpu else LEAST_LIMIT, PATIENCE * expected)
         part.limit_s = min(patient, max(1.0, report.left()))
         self.cut = part.limit_s < patient  # by the end of the report, so it may be well if it is stopped
-        self.process = start_process(words, folder, env)
-        part.doing = "starting"
-        self.tell()
-
-    def tell(self) -> None:
-        """A line about what it does now."""
-        self.told = time.perf_counter()
-        self.said = self.part.doing
-        seconds = self.told - self.began
-        print(f"...   {self.part.preset:8} {self.part.part}: {self.said}, {seconds:.0f} s", flush=True)
+        self.process = start_process(words, folder, env, folder / "output.txt")
+        print(f"...   {part.preset:8} {part.part}: started, at most {part.limit_s:.0f} s", flush=True)
 
     def take_events(self) -> None:
-        """What the process has told since the last call, by whole lines: verdicts, what it does, the
-        machine, operators."""
+        """What the process has found since the last call, by whole lines: verdicts, machine, operators."""
         file = self.folder / "events.jsonl"
-        content = file.read_bytes()[self.position :] if file.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        self.position += len(whole)
+        lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
         found = self.report.found
-        for line in whole.splitlines():
+        for line in lines[self.taken:]:
             event = json.loads(line)
             if "verdict" in event:
                 self.report.add(event)
-            self.part.doing = event.get("doing", self.part.doing)
-            found["machine"] = event.get("machine", found["machine"])
             if "operators" in event:
                 found["operators"][self.part.preset] = event["operators"]
+            found["machine"] = event.get("machine", found["machine"])
+        self.taken = len(lines)
 
     def poll(self) -> bool:
         """Takes what is new. Has it ended?"""
         code = self.process.poll()
         self.take_events()
-        now = time.perf_counter()
-        self.part.seconds = round(now - self.began, 1)
+        self.part.seconds = round(time.perf_counter() - self.began, 1)
         if code is None and self.part.seconds <= self.part.limit_s:
-            if now - self.told > (HEARTBEAT if self.part.doing == self.said else QUIET):
-                self.tell()
             return False
-        self.end(code)
+        stop_process(self.process)  # and what it may have left
+        self.part.state = "done"
+        if code != 0:
+            self.fail(code)
+        self.report.write()
         return True
 
-    def end(self, code: int | None) -> None:
-        """What became of it; None: it ran longer than it may. What failed shows its last lines."""
-        stop_process(self.process)  # and what it may have left
+    def fail(self, code: int | None) -> None:
+        """Why it did not end well, with its last lines; None: it ran longer than it may."""
         part = self.part
-        if code == 0:
-            part.state = "done"
-            self.report.write()
-            return
+        text = (self.folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+        part.last_lines = [line.rstrip()[:200] for line in text.splitlines() if line.strip()][-LINES_SHOWN:]
         part.state = "stopped" if code is None else "failed"
-        part.last_lines = last_lines(self.folder / "output.txt")
+        verdict = "FAULT"
+        why = f"exit code {code}"
         if code is None:
             why = f"stopped after {part.seconds:.0f} s"
-        else:
-            why = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        verdict = "skip" if code is None and self.cut else "FAULT"
-        text = f"{part.part}: {why}, at: {part.doing}"
-        self.report.say(part, verdict, text, last_lines=part.last_lines)
+            verdict = "skip" if self.cut else "FAULT"
+        elif code < 0:
+            why = f"ended by {signal.Signals(-code).name}"
+        self.report.say(part, verdict, f"{part.part}: {why}; its last lines:")
+        for line in part.last_lines:
+            print(f"      | {line}", flush=True)
 
 
 def job_of(part: Part, args: argparse.Namespace, report: Report, folder: Path) -> Job:
@@ -233,11 +210,7 @@ def job_of(part: Part, args: argparse.Namespace, report: Report, folder: Path) -
     start as many workers as there are cores."""
     own = folder / part.name().replace(" ", "_")
     own.mkdir()
-    spec = dict(
-        part=part.part, preset=part.preset, given=args.given, toy=args.toy, here=str(Path.cwd()),
-        machine=report.found["machine"],
-    )  # fmt: skip
-    (own / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
+    spec = json.dumps(dict(part=part.part, preset=part.preset, given=args.given, toy=args.toy))
     env = dict(os.environ, PYTHONUNBUFFERED="1")
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     if args.toy:
@@ -245,7 +218,7 @@ def job_of(part: Part, args: argparse.Namespace, report: Report, folder: Path) -
     else:
         workers = max(2, len(os.sched_getaffinity(0)) // agenda.MOST)
         env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(workers))
-    return Job(part, [sys.executable, "-m", "tools.gpu.parts", "spec.json"], own, env, report)
+    return Job(part, [sys.executable, "-m", "tools.gpu.parts", spec], own, env, report)
 
 
 # ---------- the command
@@ -256,14 +229,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("words", nargs="*", metavar="PRESET or NAME=value")
     parser.add_argument("--toy", action="store_true", help="on a CPU, at toy size")
-    parser.add_argument("--only", default=",".join(SHOWS), help="parts, separated by commas")
+    parser.add_argument("--only", nargs="+", choices=SHOWS, default=[*SHOWS], help="parts; by default all")
     parser.add_argument("--json", type=Path, default=Path("gpu_report.json"))
     parser.add_argument("--minutes", type=float, default=10.0)
     args = parser.parse_intermixed_args(argv)
-    args.only = args.only.split(",")
-    unknown = [name for name in args.only if name not in SHOWS]
-    if unknown:
-        parser.error(f"--only: {unknown[0]} is none of {', '.join(SHOWS)}")
     if {*args.only} & {*agenda.AFTER_TRAIN} and "train" not in args.only:
         args.only.insert(0, "train")  # whose file and checkpoint they take
     args.presets = [word for word in args.words if "=" not in word] or [*PRESETS]
@@ -271,37 +240,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def commit_of_here() -> str:
-    if not shutil.which("git"):
-        return ""
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-
 def conclude(report: Report, complete: bool) -> int:
     """The last lines; the exit code."""
-    verdicts = report.found["verdicts"]
-    counts = Counter([row["verdict"] for row in verdicts])
-    report.found["complete"] = complete
-    report.found["seconds"] = round(report.now(), 1)
+    counts = Counter([row["verdict"] for row in report.found["verdicts"]])
+    report.found |= dict(complete=complete, seconds=round(report.now(), 1))
     report.write()
-    changes = [row["figures"]["change"] for row in verdicts if row["verdict"] == "set"]
     print(
         f"\n{counts['FAULT']} faults, {counts['SLOW']} slow, {counts['ok']} ok, {counts['skip']} skipped in "
-        f"{report.found['seconds']:.0f} s; {report.path} has the figures."
+        f"{report.now():.0f} s; {report.path} has the figures."
     )
     if not report.found["toy"]:
-        if changes:
-            print("Set: " + "; ".join(dict.fromkeys(changes)))
         print(agenda.tell_rest(report.parts))
     return int(counts["FAULT"] > 0)
 
 
 def planned(args: argparse.Namespace) -> list[Part]:
     """The parts that are asked for; of a toy those that do not train are done of one preset."""
-    rows = gpu_results.shown(gpu_results.reports())
-    shown = {(row.preset, row.goal) for row in rows if not row.given}
-    parts = agenda.make_plan(args.presets, args.only, shown, args.toy)
+    shown = gpu_results.shown(gpu_results.reports())
+    seen = [(preset, goal) for preset, goal, given in shown if not given]
+    parts = agenda.make_plan(args.presets, args.only, seen, args.toy)
     if args.toy and len(args.presets) > 1:
         parts = [part for part in parts if part.part == "train" or part.preset == MEASURED_TOY]
     return parts
@@ -314,51 +271,36 @@ def measure(args: argparse.Namespace, report: Report, folder: Path) -> None:
     def start(part: Part) -> Job:
         return job_of(part, args, report, folder)
 
-    def carry_out() -> None:
-        seconds = 60 * args.minutes
-        agenda.carry_out(report.parts, start, report.skip, report, seconds, report.memory())
-
-    try:
-        report.parts = agenda.make_plan([], ["environment"], [], args.toy)
-        carry_out()
-        if not args.toy and not report.found["machine"].get("gpu"):
-            text = "torch finds no GPU, so no preset was measured: --toy rehearses on a CPU"
-            report.say(report.parts[0], "FAULT", text)
-            return
-        rest = planned(args)
-        slow = agenda.slowness(report.parts)
-        for line in agenda.tell_plan(rest, report.memory(), report.left(), slow):
-            print(line, flush=True)
-        report.parts += rest
-        carry_out()
-    finally:
-        for part in report.parts:
-            if part.state == "running":  # it ends with this process
-                part.state = "stopped"
-        report.write()
-
-
-def interrupted(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    report.parts = [Part("environment", "", ENVIRONMENT_SECONDS, 0)]
+    agenda.carry_out(report.parts, start, report, 0)
+    machine = report.found["machine"]
+    if not args.toy and not machine.get("gpu"):
+        text = "torch finds no GPU, so no preset was measured: --toy rehearses on a CPU"
+        report.say(report.parts[0], "FAULT", text)
+        return
+    rest = planned(args)
+    GiB = agenda.MEMORY_SHARE * machine.get("memory_GiB", TOY_GiB)
+    slow = agenda.slowness(report.parts)
+    print(*agenda.tell_plan(rest, GiB, report.left(), slow), sep="\n", flush=True)
+    report.parts += rest
+    agenda.carry_out(report.parts, start, report, GiB)
 
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
     print("...   importing torch", flush=True)
-    from tools.dev import bench
-    from train_gpt import RECIPES, Refused, require
+    from tools.run.names import constants_of
+    from train_gpt import RECIPES
 
-    try:
-        for preset in args.presets:
-            require(preset in RECIPES, f"{preset} is none of {', '.join(RECIPES)}")
-        bench.check_names(args.given)
-    except Refused as error:
-        print(f"gpu-report: {error}", file=sys.stderr)
+    unknown = {*args.presets} - {*RECIPES}
+    unknown |= {*args.given}.difference(*[constants_of(preset) for preset in RECIPES])
+    if unknown:
+        word = min(unknown)
+        print(f"gpu-report: {word} is neither a constant nor one of {', '.join(RECIPES)}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, interrupted)
-    begun = datetime.now(UTC).isoformat(timespec="seconds")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="gpu_report_") as folder:
-        report = Report(args.json, args, begun)
+        report = Report(args.json, args)
         try:
             measure(args, report, Path(folder))
         except KeyboardInterrupt:

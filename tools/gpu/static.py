@@ -708,7 +708,7 @@ def report_run(title: str, found: dict[str, Any]) -> None:
 
 
 def unseen(operators: Sequence[tuple[str, Sequence[str], str]]) -> list[str]:
-    """Of [(name, dtypes, line)] those that seen_on_gpu.tsv lacks, as `mm(bfloat16) at hidden:1234`."""
+    """Of [(name, dtypes, line)] those in no report of a card, as `mm(bfloat16) at hidden:1234`."""
     found = []
     for name, dtypes, line in operators:
         if seen_on_gpu.launches(name) and not seen_on_gpu.seen(name, tuple(dtypes)):

@@ -21,7 +21,7 @@ import torch
 
 import train_gpt
 from tools.gpu import agenda
-from train_gpt import Log, Run
+from train_gpt import Run
 
 if TYPE_CHECKING:
     from tools.gpu.parts import Report, Subject
@@ -29,16 +29,12 @@ if TYPE_CHECKING:
 STEPS = 20
 STEPS_OF_A_TOY = 10
 ONE_ROW = ("gpt2", "gpt2_plus")  # at a time, so that others fit beside it
-ON_TEXT = ("tiny", "golf")
-TEXT_TOKENS = "131072"  # of val, that a score of real text reads
 MOST_APART = 0.01  # the score of a run and that of the file that it wrote, or of the run from its checkpoint
 
 
-def settings_of(
-    settings: Mapping[str, str], given: Mapping[str, str], toy: bool, here: Path
-) -> dict[str, str]:
+def settings_of(settings: Mapping[str, str], given: Mapping[str, str], toy: bool) -> dict[str, str]:
     """Of 20 steps from the first to the score of what was read back, with a checkpoint halfway. settings: of
-    the preset on random tokens; given: those that the command names; here: where it was typed."""
+    the preset on random tokens; given: those that the command names."""
     preset = settings["PRESET"]
     steps = STEPS_OF_A_TOY if toy else STEPS
     half = str(steps // 2)
@@ -50,11 +46,7 @@ def settings_of(
         more |= dict(WARMUP_STEPS="2", EXTENSION_ITERATIONS="2", WARMDOWN_ITERS=half)
         if preset in ONE_ROW:
             more["DEVICE_BATCH_SIZE"] = "1"
-    if preset in ON_TEXT:
-        own = here / vars(train_gpt.load_config(dict(PRESET=preset, **given)))["data_path"]
-        if (own / "manifest.json").exists():
-            more |= dict(DATA_PATH=str(own.resolve()), VAL_TOKENS=TEXT_TOKENS)
-    return {**settings, **more, **{name: text for name, text in given.items() if name != "DATA_PATH"}}
+    return {**settings, **more, **given}
 
 
 # ---------- runs
@@ -93,17 +85,8 @@ def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def run_main(subject: Subject, **more: str) -> Path:
-    """The folder of a run by main(), whose lines tell what the part does now. Where it does not end well, the
-    process ends with its exit code."""
-    said = Log.__call__
-
-    def say(log: Log, *lines: object, **event: Any) -> None:
-        if lines and "sha256" not in str(lines[-1]):
-            subject.report.doing(str(lines[-1])[:60])
-        said(log, *lines, **event)
-
-    with mock.patch.object(Log, "__call__", say):
-        code = train_gpt.main([], os.environ | subject.settings | more)
+    """The folder of a run by main(). Where it does not end well, the process ends with its exit code."""
+    code = train_gpt.main([], os.environ | subject.settings | more)
     if code:
         sys.exit(code)
     return Path("logs", subject.settings["PRESET"])
@@ -122,21 +105,17 @@ def train(subject: Subject) -> None:
     result = result_of(run)
     losses = [event["train_loss"] for event in events_of(run, "train")]
     scores = scores_of(run)
-    good = len(losses) > 1 and bool(scores) and all([math.isfinite(n) for n in [*losses, *scores.values()]])
-    on_text = subject.settings["VAL_TOKENS"] == TEXT_TOKENS
-    data = Path(subject.settings["DATA_PATH"]).name if on_text else "random tokens"
-    told = f"loss {losses[0]:.4f} to {losses[-1]:.4f}" if losses else "no loss"
+    good = all([math.isfinite(number) for number in [*losses, *scores.values()]])
+    told = f"loss {losses[0]:.4f} to {losses[-1]:.4f}"
     for kind, words in (("trained", "val"), ("artifact", "as read back")):
         if kind in scores:
             told += f", {words} {scores[kind]:.4f}"
-    compiled = result["config"]["compile"] == "1"
-    told += f"; {result['compile_ms'] / 1e3:.0f} s to compile" if compiled else "; not compiled"
+    told += f"; warmup {result['compile_ms'] / 1e3:.0f} s"  # and compiling
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_reserved() / 2**30
         told += f"; micro_batch {result['micro_batch']}, {peak:.1f} GiB"
-    text = f"train: {result['steps']} steps on {data}, {told}"
-    figures = dict(losses=losses, scores=scores, steps=result["steps"], micro_batch=result["micro_batch"])
-    subject.report.say("ok" if good else "FAULT", text, compiled=compiled, **figures)
+    text = f"train: {result['steps']} steps on random tokens, {told}"
+    subject.report.say("ok" if good else "FAULT", text, losses=losses, scores=scores)
 
 
 def compare_scores(report: Report, text: str, run: Path, before: Path) -> None:
