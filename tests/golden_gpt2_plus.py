@@ -1,15 +1,14 @@
 """gpt2_plus: which of our parameters and constants are which of golden/plus/gpt2_plus.npz,
 and tests of what this set alone holds. Runs with test_golden.py."""
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import train_gpt
-from golden_common import (MATRICES, Later, WithWindows, load_config, make_loader, nats_of, open_shards,
-                           replace, set_fixture, value_tables)
+from golden_common import (MATRICES, Later, Setting, WithWindows, load_config, make_loader, nats_of,
+                           open_shards, replace, set_fixture, value_tables)
 from golden_gpt2 import documents, window_sizes
 
 
@@ -68,8 +67,7 @@ class GPT2Plus(WithWindows, Later):
         context = self.context(T, T)
         sizes = self.windows(context)
         assert [sizes[kind] for kind in self.cfg.window_pattern] == self.meta["windows"]
-        losses = self.array("loss")
-        return [SimpleNamespace(prefix="", losses=losses, context=context, mtp=None, weights=dict)]
+        return [Setting("", self.array("loss"), context)]
 
     def first_step(self, series, steps):
         return self.json("optimizer_first_steps")[series]
