@@ -63,7 +63,7 @@ def test_the_steps_of_recipes_md(tmp_path, tiny_data):
     whole = ["tests/test_house.py", "tests/test_lint.py"]
     pytest_quiet = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
     said = called(home, *pytest_quiet, "-m", "not slow", *whole, env=env)
-    assert int(re.search(r"(\d+) passed", said)[1]) > 100
+    assert int(re.search(r"(\d+) passed", said)[1]) > 20
     said = called(home, *pytest_quiet, "-m", "not gpu and not static and not faults and not fuzz", "-k",
                   "mine or test_names or one_case_per_preset or table_of_needs or ceiling", "tests", env=env)
     assert int(re.search(r"(\d+) passed", said)[1]) > 10
