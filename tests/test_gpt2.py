@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import train_gpt
-from core_reference import write_bundle
 from helpers import SCRIPT, TOY, run_cli
-from test_core import small_tasks
+from test_core import small_tasks, write_bundle
 from train_gpt import Refused, flops_per_token, load_config, overrides, show
 
 pytestmark = pytest.mark.usefixtures("one_thread")
