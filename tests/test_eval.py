@@ -99,13 +99,12 @@ def toy(tiny_data):
 
 
 @pytest.mark.parametrize("settings, tokens", [
-    ({}, 211), ({}, 193), ({}, 17), ({}, 20), (dict(eval_context=40), 211), (dict(eval_context=5), 30),
-    (dict(eval_stride=4), 211), (dict(eval_stride=16), 100), (dict(eval_stride=1), 70),
-    (dict(eval_context=40, eval_stride=9), 211),
-    (dict(window_pattern="SL", window_schedule=(8,), eval_context=32, eval_stride=8), 120),
-    (dict(preset="golf_plus", loop_layers=(0, 1)), 100),
+    ({}, 161), ({}, 17), ({}, 20), (dict(eval_context=40), 100), (dict(eval_context=5), 30),
+    (dict(eval_stride=4), 100), (dict(eval_stride=1), 70), (dict(eval_context=40, eval_stride=9), 100),
+    (dict(window_pattern="SL", window_schedule=(8,), eval_context=32, eval_stride=8), 80),
+    (dict(preset="golf_plus", loop_layers=(0, 1)), 50),
     (dict(preset="speedrun", window_schedule=(4, 8, 8, 8), window_block=4, eval_window=12, max_doc_len=9,
-          bos_id=1, skip_layers=(0, 1), seq_schedule=(1,)), 100)])
+          bos_id=1, skip_layers=(0, 1), seq_schedule=(1,)), 50)])
 def test_evaluate_equals_reference(toy, settings, tokens, monkeypatch):
     """The tail is no multiple of the row, strides do not divide contexts, every target counts once; so it
     does where ranks share the rows, in batches of any size, and where the logits of a batch are made in
@@ -162,7 +161,7 @@ def quantized(w, step, floor, levels=127):
 
 
 @pytest.mark.parametrize("step, floor", [(0, 0.0), (0, 1 / 127), (0.05, 0.0), (0.3, 0.0), (1.0, 0.0)])
-@pytest.mark.parametrize("rows, columns", [(12, 700), (6, 1), (6, 2), (4, 700_000)])
+@pytest.mark.parametrize("rows, columns", [(12, 700), (6, 1), (6, 2), (4, 70_000)])
 def test_quantize_rows_equals_numpy(rows, columns, step, floor):
     """By the clipped maximum of each row, but no scale is below the floor, and rounding goes by it before it
     is stored as fp16; or by a step of so much of the rms, as stored; what lies beyond 127 is clipped. Rows of

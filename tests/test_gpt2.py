@@ -10,7 +10,7 @@ import pytest
 import train_gpt
 from helpers import SCRIPT, TOY, run_cli
 from test_core import small_tasks, write_bundle
-from train_gpt import Refused, flops_per_token, load_config, overrides, show
+from train_gpt import flops_per_token, load_config, overrides, show
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,11 +62,6 @@ def test_the_horizons():
     assert dialled("--target-flops=-1") == dialled()
     cfg = dialled("--core-metric-every", "-1", "--save-every=-1", VAL_LOSS_EVERY="-1")
     assert cfg == dialled(VAL_LOSS_EVERY="0")
-    for text in ({"SEED": "-1"}, {"VAL_TOKENS": "-2"}, {"MATRIX_LR": "-1"}):
-        with pytest.raises(Refused):
-            load_config(text)
-
-
 @pytest.mark.parametrize("flags, words", [
     ("--preset=gpt2 --depth=0", "depth"), ("--preset=gpt2 --depth=-3", "depth=-3"),
     ("--preset=gpt2 --depth=199", "depth=199"), ("--preset=gpt2 --depth=2.5", "depth='2.5'"),
