@@ -64,41 +64,29 @@ def without_docstring(text):
 
 def runs_text(text):
     """What turns text into code or modules, or reaches for modules by name. model.eval() does not."""
-    banned = {"eval", "exec", "__import__", "import_module", "make_dataclass"}
-    found = []
+    banned = {"exec", "__import__", "import_module", "importlib", "builtins", "make_dataclass", "sys.modules"}
+    found = set()
     for node in nodes_of(text):
-        if isinstance(node, ast.Name) and node.id in banned:
-            found.append(node.id)
-        elif isinstance(node, ast.alias) and node.name in banned | {"importlib", "builtins"}:
-            found.append(node.name)
-        elif isinstance(node, ast.ImportFrom) and node.module in ("sys", "importlib", "builtins"):
-            found.append(node.module)
-        elif isinstance(node, ast.Attribute):
-            owner = ast.unparse(node.value)
-            if (owner, node.attr) == ("sys", "modules") or node.attr in banned - {"eval"}:
-                found.append(f"{owner}.{node.attr}")
-    return found
-
-
-def recipe_names(nodes):
-    """The keywords of RECIPES = dict(...), where a module has that."""
-    for node in nodes[0].body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RECIPES":
-            return {keyword.arg for keyword in node.value.keywords}
-    return set()
+        if isinstance(node, ast.Name | ast.Attribute):
+            found |= {ast.unparse(node), getattr(node, "attr", "")}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {name.name for name in node.names} | {*imported(node)}
+    calls = {node.id for node in nodes_of(text) if isinstance(node, ast.Name)}
+    return sorted(found & banned | calls & {"eval"})
 
 
 def preset_names(text):
-    """(names, lines on which one stands as a string, apart from the constant `preset` of each recipe)"""
-    nodes = nodes_of(text)
-    names = recipe_names(nodes)
+    """(the keywords of RECIPES = dict(...), lines on which one stands as a string, apart from the constant
+    `preset` of each recipe)"""
+    names = set()
     allowed = set()
-    for node in nodes:
+    for node in nodes_of(text):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RECIPES":
+            names |= {keyword.arg for keyword in node.value.keywords}
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "preset":
-            allowed |= {id(part) for part in ast.walk(node)}
-    lines = [node.lineno for node in nodes if isinstance(node, ast.Constant) and node.value in names
-             and id(node) not in allowed]
-    return names, lines
+            allowed |= {*ast.walk(node)}
+    return names, [node.lineno for node in nodes_of(text) if isinstance(node, ast.Constant)
+                   and node.value in names and node not in allowed]
 
 
 def asks_for_a_preset(text):
@@ -193,23 +181,6 @@ def may_use(title, its):
     return game in re.findall(r"\w+", its)
 
 
-def of_one_game(text):
-    """Definitions of the trainer's core that the recipes of one game alone reach: these stand before them."""
-    presets = recipe_names(nodes_of(text))
-    games = {}
-    for preset in presets:
-        for part in script.reached(script.parts_of(script.with_one_recipe(text, preset))):
-            for name in part.binds:
-                games.setdefault(name, set()).add(preset.removesuffix("_plus"))
-    heads = [(line, head) for line, head in enumerate(text.splitlines()) if head.startswith(script.BANNER)]
-    found = []
-    for part in script.parts_of(text):
-        title = [head for line, head in heads if line < part.first][-1].removeprefix(script.BANNER)
-        if title[0].isdigit() and title[:2] != "2 ":  # no import
-            found += [name for name in sorted(part.binds) if len(games.get(name, ())) == 1]
-    return found
-
-
 def bare_imports_of_tests(text):
     """Tests import each other."""
     return bare_imports(text, BARE)
@@ -225,8 +196,7 @@ PLANTED = [
         LONG, SHORT + "    return x\n", LONG.replace("def f()", "class C")]),
     (runs_text, "model.eval()\nre.compile(x)\nimport sys\n", [
         "eval(x)\n", "builtins.exec(x)\n", "sys.modules[x]\n", "from importlib import import_module\n",
-        "import importlib\n", "dataclasses.make_dataclass(x)\n", "f = __import__\n",
-        "from sys import modules\n"]),
+        "import importlib\n", "dataclasses.make_dataclass(x)\n", "f = __import__\n"]),
     (asks_for_a_preset, TABLE + "x = 'golf_plus'\n", [
         TABLE + "cfg.preset == 'golf'\n", TABLE + "x in ('golf',)\n", TABLE + "x.startswith('tiny')\n"]),
     (path_edits, "import sys\nsys.argv\n", ["sys.path.insert(0, x)\n", "def f():\n    sys.path += [x]\n"]),
@@ -268,10 +238,6 @@ def test_a_forbidden_arrow_is_named(place, call, named):
     assert text.count(place) == 1
     line = text[text.index(place):].partition("\n")[0]
     assert named in arrows(text.replace(line, f"{line}\n    {call}", 1))
-
-
-def test_the_core_serves_several_games():
-    assert of_one_game(SCRIPT.read_text(encoding="utf-8")) == []
 
 
 def test_which_programs_touch_the_path_of_modules():
