@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import train_gpt
 from golden_common import (
-    CPU, GOLDEN, MATRICES, Later, Setting, close, compare, difference, digest, make_loader, make_optimizer,
+    CPU, GOLDEN, Later, Setting, close, compare, difference, digest, make_loader, make_optimizer,
     open_shards, replace, set_fixture, tie, value_tables)
 from helpers import ROOT
 from tools.run import plan
@@ -335,16 +335,6 @@ def test_frontier_bigrams(speedrun_frontier):
     assert difference(ours[0, :len(wanted)].detach(), wanted) < UNIT
 
 
-def test_frontier_signs_at_full_size(speedrun_frontier):
-    """As many of the one as of the other, all rows different, the same every time."""
-    size = speedrun_frontier.json("full_size")
-    signs = train_gpt.random_signs(size["sign_rows"], size["model_dim"])
-    assert signs.shape == (size["sign_rows"], size["model_dim"]) and signs.dtype == torch.int8
-    assert {*signs.unique().tolist()} == {-1, 1} and abs(signs.double().mean().item()) < 2e-3
-    assert len(signs.unique(dim=0)) == len(signs)
-    assert torch.equal(signs, train_gpt.random_signs(size["sign_rows"], size["model_dim"]))
-
-
 def test_frontier_prefixes(speedrun_frontier):
     texts = [bytes.fromhex(text) for text in speedrun_frontier.json("prefix.token_bytes_hex")]
     texts += [b""] * (speedrun_frontier.meta["vocab"] - len(texts))
@@ -494,22 +484,6 @@ def test_frontier_first_values_of_biases(speedrun_frontier):
     gates[1, 28] = 5
     gates[1, 29:35] = 10
     torch.testing.assert_close(values["mudd_gate_b2"], gates)
-
-
-def test_frontier_matrices_that_muon_updates_apart(speedrun_frontier):
-    """Pairs of heads of queries and keys; their mean squares are per column, others' as they say."""
-    cfg = speedrun_frontier.cfg
-    optimizer = cfg.optimizer()(speedrun_frontier.model(), cfg)
-    found = {}
-    for bank in optimizer.banks:
-        for name in bank.names:
-            found[train_gpt.kind_of(name)] = bank.unit, bank.state[1].shape[1:]
-    C = cfg.model_dim
-    pair = 2 * cfg.qk_dim
-    assert {kind: found[kind] for kind in MATRICES} == dict(
-        query=((pair, C), (1, C)), key=((pair, C), (1, C)), value=((C, C), (C, 1)),
-        attn_proj=((C, C), (1, C)), fc=((cfg.mlp_mult * C, C), (cfg.mlp_mult * C, 1)),
-        mlp_proj=((C, cfg.mlp_mult * C), (1, cfg.mlp_mult * C)))
 
 
 # ---------------------------------------------------------------- fp8

@@ -12,7 +12,7 @@ import fork_server
 import train_gpt
 from tools.run import plan
 from helpers import ROOT, add_gradients
-from test_model import close, randomised, small, values
+from test_model import close, randomised, small, values, with_columns, with_rows
 from train_gpt import Optimizer, Refused, Schedule, kind_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,19 +24,6 @@ GOLF = small("golf", **SIZE, num_layers=5, num_kv_heads=2)
 GOLF_PLUS = small("golf_plus", **SIZE, num_layers=5, num_kv_heads=2)
 SPEEDRUN = small("speedrun", **SIZE)
 GPT2 = small("gpt2", **SIZE, num_kv_heads=2, value_gate_dim=1)
-
-
-def with_rows(cfg, change):
-    """cfg with another parameter table: each Row as the function makes it."""
-    class Changed(type(cfg)):
-        def parameter_table(self):
-            return {kind: change(row) for kind, row in super().parameter_table().items()}
-    return Changed(**vars(cfg))
-
-
-def with_columns(cfg, **kinds):
-    """cfg with {column: value} in place of a kind's own."""
-    return with_rows(cfg, lambda row: row._replace(**kinds.get(row.kind, {})))
 
 
 def some_gradients(model, step):
