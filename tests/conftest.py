@@ -189,21 +189,16 @@ def rank_environments(ranks):
     return [common | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)], store
 
 
-def exit_codes(processes, timeout, grace):
-    """Of all. Kills what is left so many seconds after one failed, as torchrun does, or at the timeout."""
+def wait_for_ranks(processes, timeout, grace):
+    """Until all have ended, or so many seconds after one failed, as torchrun has it, or until the timeout."""
     ends = time.monotonic() + timeout
     failed = False
-    while any([process.poll() is None for process in processes]) and time.monotonic() < ends:     # polls all
-        if not failed and any(process.returncode for process in processes):
+    while None in (codes := [process.poll() for process in processes]) and time.monotonic() < ends:
+        if not failed and any(codes):
             failed = True
             ends = min(ends, time.monotonic() + grace)
         time.sleep(0.02)
-    late = [process for process in processes if process.poll() is None]
-    for process in late:
-        process.kill()
-        process.wait()
-    assert failed or not late, f"no end in {timeout} s"
-    return [process.returncode for process in processes]
+    assert any(codes) or None not in codes, f"no end in {timeout} s"
 
 
 def start_rank(cwd, env, output):
@@ -231,17 +226,18 @@ def go(root):
         try:
             if act:
                 act(processes[0])
-            codes = exit_codes(processes, timeout, grace)
+            wait_for_ranks(processes, timeout, grace)
         finally:
             for process in processes:
-                process.kill()      # those that are left where a test failed
+                process.kill()
                 process.wait()
-        ended = time.monotonic()
+        codes = [process.returncode for process in processes]
+        seconds = time.monotonic() - began
         out, err = ("".join(Path(name + end).read_text(errors="replace") for name in outs)
                     for end in (".out", ".err"))
         return SimpleNamespace(
             **vars(helpers.look(Path(cwd, "logs", run_id))), code=codes[0], codes=codes, out=out,
-            err=re.sub(r"(?m)^inject: .*\n", "", err), met="inject: " in err, seconds=ended - began)
+            err=re.sub(r"(?m)^inject: .*\n", "", err), met="inject: " in err, seconds=seconds)
 
     return go
 

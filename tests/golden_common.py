@@ -99,26 +99,24 @@ class Schedule:
     def __init__(self, cfg, attn_scale):
         self.cfg = cfg
         self.attn_scale = attn_scale
-        self.seen = {}
 
     def at(self, step, seconds=0.0, progress=None):
         """lr, momentum, decay_factor, tied: what a step takes. progress, stage, and of it tokens (of a
         batch), windows {"L": long, "S": short}, attn_scale, longest (document)."""
-        cfg = self.cfg
         if progress is None:
-            progress = cfg.progress(step, seconds)
-        stage = train_gpt.stage_at(cfg, progress)
-        if stage not in self.seen:
-            windows = {}
-            if hasattr(cfg, "windows"):
-                windows = cfg.windows(stage, stage.row_tokens)
-            self.seen[stage] = dict(
-                stage=stage, tokens=stage.batch_tokens, longest=stage.doc_len,
-                attn_scale=self.attn_scale(cfg, stage),
-                windows={"L": windows.get("L"), "S": windows.get("S")})
-        now = cfg.schedule(step, progress)
-        return SimpleNamespace(progress=progress, lr=now.lr, momentum=now.momentum, decay_factor=now.decay,
-                               tied=now.tied, **self.seen[stage])
+            progress = self.cfg.progress(step, seconds)
+        stage = train_gpt.stage_at(self.cfg, progress)
+        now = self.cfg.schedule(step, progress)
+        windows, attn_scale = self.of_stage(stage)
+        return SimpleNamespace(
+            progress=progress, lr=now.lr, momentum=now.momentum, decay_factor=now.decay, tied=now.tied,
+            stage=stage, tokens=stage.batch_tokens, longest=stage.doc_len, windows=windows,
+            attn_scale=attn_scale)
+
+    @cache
+    def of_stage(self, stage):
+        windows = self.cfg.windows(stage, stage.row_tokens) if hasattr(self.cfg, "windows") else {}
+        return {kind: windows.get(kind) for kind in "LS"}, self.attn_scale(self.cfg, stage)
 
     def adam_steps(self, step):
         """Does Adam take a step at the end of this one?"""
@@ -453,10 +451,8 @@ def stated_law(text):
     numbers = [float(number) for number in re.findall(r"[-+]?\d+\.?\d*", text.replace("- ", "-"))]
     if text.startswith("uniform"):
         return ("positive" if numbers[0] == 0 else "uniform", numbers[1], 0)
-    if text.startswith("normal"):
-        return ("normal", numbers[-1], 0)
-    if text.startswith("orthogonal"):
-        return ("orthogonal", numbers[-1], 0)
+    if text.startswith(("normal", "orthogonal")):
+        return (text.split("(")[0].split(",")[0], numbers[-1], 0)
     if text.startswith("sqrt"):
         return ("constant", numbers[0] ** 0.5, 0)
     return ("constant", 0 if text == "zeros" else numbers[0], numbers[1] if " i/" in text else 0)
