@@ -387,20 +387,6 @@ def test_picks_of_hard_cases(toy, bundle):
     assert all(picked[label] == {0, -1} for label in ("words", "words_shots"))
 
 
-def test_picks_of_equal_losses(toy, bundle):
-    """A zero lm_head finds all tokens alike: the first option with a span wins, no word is right. The model
-    is left as it was."""
-    model = toy.cfg.make_model()
-    init_parameters(model, 0)
-    model.head.data.zero_()
-    before = [p.detach().clone() for p in model.parameters()]
-    for task in read_tasks(bundle, 12):
-        picks = assert_plain_picks(toy, model, task)
-        assert task.kind != "language_modeling" or {*picks} == {-1}
-    assert not model.head.any() and all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
-    assert all(p.grad is None for p in model.parameters())
-
-
 # -------------------------------------------------------------------------------- the metric
 def small_tasks(labels, size=6):
     """Two choices, two contexts or one word each, in turn; some with shots, some with a high baseline."""

@@ -19,7 +19,7 @@ import torch
 
 import train_gpt
 from helpers import (
-    ROOT, SCRIPT, TOY, fake_run, fake_team, init_parameters, look, run_cli, slow, toy_config, toy_of)
+    ROOT, SCRIPT, TOY, fake_run, fake_team, look, run_cli, slow, toy_config, toy_of)
 from train_gpt import (
     RECIPES, Refused, Tiny, evaluate, fields, kind_of, log_probs, loss_name, pack_artifact, preset_config)
 
@@ -124,20 +124,6 @@ def test_evaluate_equals_reference(toy, settings, tokens, monkeypatch):
     assert evaluate(model, cfg, data, fake_team()) == pytest.approx(want, rel=1e-6)
     parts = [evaluate(model, cfg, data, fake_team(rank, 3)).val_loss for rank in range(3)]
     assert sum(parts) == pytest.approx(nats.mean(), rel=1e-6)
-
-
-def test_score_of_a_uniform_guess(toy):
-    """Zero lm_head: every token has probability 1/512, whatever the text. Nothing is drawn or changed."""
-    cfg = replace(toy.cfg, mixture=False)
-    model = cfg.make_model()
-    init_parameters(model, 0)
-    before = [p.detach().clone() for p in model.parameters()]
-    state = torch.get_rng_state()
-    score = evaluate(model, cfg, toy.data, fake_team())
-    assert score.val_loss == pytest.approx(math.log(512), rel=1e-6)
-    assert score.val_bpb == pytest.approx(9 * 210 / 400, rel=1e-6)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
-    assert all(p.grad is None for p in model.parameters()) and torch.equal(state, torch.get_rng_state())
 
 
 def test_part_of_the_split_has_no_bpb(toy):

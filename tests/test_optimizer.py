@@ -1,4 +1,4 @@
-"""Muon and Adam against torch's own, banks, rows of the parameter table, ranks, and the schedules."""
+"""Muon, Adam against torch's own, banks, rows of the parameter table, ranks, and the schedules."""
 
 import math
 import os
@@ -11,6 +11,7 @@ import torch
 import fork_server
 import train_gpt
 from tools.run import plan
+from golden_common import muon_alone
 from helpers import ROOT, add_gradients
 from test_model import close, randomised, small, values, with_columns, with_rows
 from train_gpt import Optimizer, Refused, Schedule, kind_of
@@ -47,40 +48,18 @@ def muon_names(cfg, model):
     return [name for name in values(model) if table[kind_of(name)].optimizer == "muon"]
 
 
-@pytest.fixture
-def torch_muon(monkeypatch):
-    """torch.optim.Muon with our orthogonalization; its own is in bf16, too far off to compare the rest."""
-    import torch.optim._muon as theirs
-
-    def ours(grad, coefficients, steps, eps):
-        assert tuple(coefficients) == (3.4445, -4.7750, 2.0315)
-        return train_gpt.orthogonalize(grad[None], steps)[0]
-
-    monkeypatch.setattr(theirs, "_zeropower_via_newtonschulz", ours)
-    return lambda params, **options: torch.optim.Muon(
-        params, weight_decay=0, nesterov=True, ns_steps=5, adjust_lr_fn="original", **options)
-
-
 # ------------------------------------------------------------ update rules
-def test_muon_equals_torch_on_a_model(torch_muon):
-    """Every matrix of tiny through our Optimizer, learning rate and momentum changing from step to step."""
-    model = randomised(TINY)
-    twin = randomised(TINY)
-    matrices = {name: twin.get_parameter(name) for name in muon_names(TINY, twin)}
-    optimizer = Optimizer(model, TINY)
-    reference = torch_muon(matrices.values(), lr=1.0)
-    for step in range(10):
-        gradients = some_gradients(model, step)
-        factor = 1 - 0.05 * step
-        momentum = 0.1 * step
-        take_step(model, optimizer, step, factor, momentum)
-        reference.param_groups[0].update(lr=TINY.matrix_lr * factor, momentum=momentum)
-        for name, p in matrices.items():
-            p.grad = gradients[name]
-        reference.step()
-    assert len(matrices) == 6 * TINY.num_layers
-    for name, p in matrices.items():
-        close(values(model)[name], p.detach())
+def test_muon_of_tiny():
+    """Momentum is a mean of gradients; tall matrices have a factor. The parts: test_golden.py."""
+    p, *grads = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(0))
+    momenta = (0.0, 0.5, 0.9)
+    want = p.clone()
+    mean = torch.zeros_like(p)
+    for grad, momentum in zip(grads, momenta):
+        mean.lerp_(grad, 1 - momentum)
+        update = train_gpt.orthogonalize(grad.lerp(mean, momentum)[None], TINY.muon_backend_steps)[0]
+        want -= 0.1 * (8 / 6) ** 0.5 * update
+    close(muon_alone("query", p, grads, momenta, 0.1, 0.0, TINY), want)
 
 
 def rates_of(cfg):
