@@ -335,6 +335,16 @@ def test_frontier_bigrams(speedrun_frontier):
     assert difference(ours[0, :len(wanted)].detach(), wanted) < UNIT
 
 
+def test_frontier_signs_at_full_size(speedrun_frontier):
+    """As many of the one as of the other, all rows different, the same every time."""
+    size = speedrun_frontier.json("full_size")
+    signs = train_gpt.random_signs(size["sign_rows"], size["model_dim"])
+    assert signs.shape == (size["sign_rows"], size["model_dim"]) and signs.dtype == torch.int8
+    assert {*signs.unique().tolist()} == {-1, 1} and abs(signs.double().mean().item()) < 2e-3
+    assert len(signs.unique(dim=0)) == len(signs)
+    assert torch.equal(signs, train_gpt.random_signs(size["sign_rows"], size["model_dim"]))
+
+
 def test_frontier_prefixes(speedrun_frontier):
     texts = [bytes.fromhex(text) for text in speedrun_frontier.json("prefix.token_bytes_hex")]
     texts += [b""] * (speedrun_frontier.meta["vocab"] - len(texts))
