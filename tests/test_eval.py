@@ -246,20 +246,21 @@ def test_sizes_and_limits_of_artifacts(tmp_path, monkeypatch):
     no artifact. What is larger is rounded further: test_plus.py."""
     monkeypatch.setattr(train_gpt, "script_source", lambda: bytes(50))
     small = dict(artifact_keep=4096, model_dim=128, artifact_codec="zlib")
-    models = [randomised(wide_config("golf_plus", artifact_step=step, artifact_embed_step=step, **small))
-              for step in (0.1, 0.25)]
-    sizes = [len(packed_by_recipe(model)) for model in models]
-    assert sizes[1] < 0.85 * sizes[0]
-    for limit, fits in ((0, True), (sizes[0] + 50, True), (60, False)):
+    model, coarser = (
+        randomised(wide_config("golf_plus", artifact_step=step, artifact_embed_step=step, **small))
+        for step in (0.1, 0.25))
+    size = len(packed_by_recipe(model))
+    assert len(packed_by_recipe(coarser)) < 0.85 * size
+    for limit, fits, word in ((0, True, "none"), (size + 50, True, size + 50), (60, False, "60, OVER")):
         said = []
-        cfg = replace(models[0].cfg, artifact_bytes_limit=limit)
-        run = fake_run(cfg, models[0], log=lambda *lines, **event: said.extend(lines), folder=tmp_path)
+        run = fake_run(replace(model.cfg, artifact_bytes_limit=limit), model, folder=tmp_path,
+                       log=lambda *lines, **event: said.extend(lines))
         train_gpt.write_and_read_back(run)
-        assert run.report == dict(bytes_model=sizes[0], bytes_total=sizes[0] + 50, artifact_within_limit=fits)
-        assert said[-1].endswith(f"limit {limit or 'none'}" if fits else f"limit {limit}, OVER")
-    models[0].head.data[0, 0] = 1e8
+        assert run.report == dict(bytes_model=size, bytes_total=size + 50, artifact_within_limit=fits)
+        assert said[-1].endswith(f"limit {word}")
+    model.head.data[0, 0] = 1e8
     with pytest.raises(Refused, match="the weights outgrew the artifact's fp16"):
-        pack_artifact(models[0])
+        pack_artifact(model)
 
 
 # -------------------------------------------------------------------------------- one run

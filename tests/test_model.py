@@ -394,11 +394,7 @@ def test_log_probs_of_any_shape(preset, tmp_path):
                 close(log_probs(used, tokens[i:i + 1])[0], want[i])
             for t in {1, T // 3 + 1, T - 1} - {0}:
                 close(log_probs(used, tokens[:, :t]), want[:, :t])
-            # other calls: some places only, bf16, another window
-            wanted = (torch.arange(T) % 2 == 0).expand(B, T)
-            x = used.hidden(tokens, make_context(used, T))
-            close(torch.log_softmax(used.logits(x[wanted]), -1), want[wanted])
-            close(used.logits(x).log_softmax(-1), want)
+            # other calls: bf16, another window
             rounded = log_probs(used, tokens, make_context(used, T, dtype=torch.bfloat16))
             assert rounded.dtype == torch.float32 and (rounded - want).abs().mean() < 0.05 * want.std() + 0.01
             log_probs(used, tokens, make_context(used, T, 4))
