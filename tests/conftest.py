@@ -25,9 +25,12 @@ pytest.register_assert_rewrite("golden_common", "golden_golf", "golden_speedrun"
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")      # before torch: threads that wait take no core
 
+import torch  # noqa: E402
+
 import alone  # noqa: E402
 import fork_server  # noqa: E402
 import helpers  # noqa: E402
+import train_gpt  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -61,8 +64,6 @@ def other_512():
 @pytest.fixture(scope="module")
 def one_thread():
     """Threads that wait for each other take seconds on a busy machine."""
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -84,52 +85,28 @@ def tool(capsys):
     return call
 
 
-class Imports:
-    """What was imported is no garbage: each collection of a run would look through it, for 0.3 s. So it is
-    frozen, until a run that ends gives it back to the collector."""
-    frozen = False
-    thawed = 0      # how often runs have ended
-    unfreeze = staticmethod(gc.unfreeze)
-
-
-def unfreeze():
-    Imports.unfreeze()
-    Imports.frozen = False
-    Imports.thawed += 1
-
-
-gc.unfreeze = unfreeze      # gc.get_freeze_count() would count a million objects before each test
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def imports_apart():
-    """Every tenth time what runs have left is collected first."""
-    if not Imports.frozen:
-        if Imports.thawed % 10 == 9:
-            gc.collect()
-        gc.freeze()
-        Imports.frozen = True
+    """What was imported is no garbage: each collection of a run would look through it, for 0.3 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def one_trainer():
     """Where a test has loaded another train_gpt.py, the next one gets the one from before again."""
-    before = sys.modules.get("train_gpt")
     yield
-    if before is not None:
-        sys.modules["train_gpt"] = before
-    elif "train_gpt" in sys.modules and Path(sys.modules["train_gpt"].__file__) != ROOT / "train_gpt.py":
-        del sys.modules["train_gpt"]
+    sys.modules["train_gpt"] = train_gpt
 
 
 @pytest.fixture(autouse=True)
 def torch_settings():
     """A Team sets them for its whole process; the next test starts from torch's own again."""
     yield
-    if torch := sys.modules.get("torch"):
+    if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-        torch.set_flush_denormal(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.set_flush_denormal(False)
 
 
 # ---------------------------------------------------------------- runs
@@ -147,8 +124,6 @@ def root(tiny_data, tmp_path_factory):
 @pytest.fixture
 def train(root, monkeypatch, capsys):
     """main() in this process, in root: settings -> code, out, err and what helpers.look finds."""
-    import train_gpt
-
     monkeypatch.chdir(root)
 
     def go(base, **settings):
@@ -185,8 +160,6 @@ class SimulatedClock:
 @pytest.fixture
 def clock(monkeypatch):
     """The clock of runs in this process while they train."""
-    import train_gpt
-
     clock = SimulatedClock()
     real = train_gpt.train
 
@@ -207,30 +180,23 @@ def rank_environments(ranks):
     """What torchrun adds to each rank's environment, and the store that its agent holds."""
     if ranks == 1:
         return [{}], None
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
                           timeout=timedelta(seconds=60))
     common = dict(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
                   MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
     return [common | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)], store
 
 
-def exit_codes(processes, timeout, grace):
-    """Of all. Kills what is left so many seconds after one failed, as torchrun does, or at the timeout."""
+def wait_for_ranks(processes, timeout, grace):
+    """Until all have ended, or so many seconds after one failed, as torchrun has it, or until the timeout."""
     ends = time.monotonic() + timeout
     failed = False
-    while any([process.poll() is None for process in processes]) and time.monotonic() < ends:     # polls all
-        if not failed and any(process.returncode for process in processes):
+    while None in (codes := [process.poll() for process in processes]) and time.monotonic() < ends:
+        if not failed and any(codes):
             failed = True
             ends = min(ends, time.monotonic() + grace)
         time.sleep(0.02)
-    late = [process for process in processes if process.poll() is None]
-    for process in late:
-        process.kill()
-        process.wait()
-    assert failed or not late, f"no end in {timeout} s"
-    return [process.returncode for process in processes]
+    assert any(codes) or None not in codes, f"no end in {timeout} s"
 
 
 def start_rank(cwd, env, output):
@@ -241,8 +207,8 @@ def start_rank(cwd, env, output):
 
 @pytest.fixture(scope="module")
 def go(root):
-    """A run of ranks, forks of one process -> codes, code (rank 0's), out, err, seconds, met and since: was a
-    fault met, and the seconds from it to the end, and what helpers.look finds.
+    """A run of ranks, forks of one process -> codes, code (rank 0's), out, err, seconds, met (was a fault
+    met?), and what helpers.look finds.
 
     fault: as inject.py has it. resume: of a run, with nothing else given unless it is in settings. act:
     called with the process of rank 0 when the ranks have begun."""
@@ -258,19 +224,18 @@ def go(root):
         try:
             if act:
                 act(processes[0])
-            codes = exit_codes(processes, timeout, grace)
+            wait_for_ranks(processes, timeout, grace)
         finally:
             for process in processes:
-                process.kill()      # those that are left where a test failed
+                process.kill()
                 process.wait()
-        ended = time.monotonic()
+        codes = [process.returncode for process in processes]
+        seconds = time.monotonic() - began
         out, err = ("".join(Path(name + end).read_text(errors="replace") for name in outs)
                     for end in (".out", ".err"))
-        met = [float(at) for at in re.findall(r"^inject: .* at (\S+)$", err, re.M)]
         return SimpleNamespace(
             **vars(helpers.look(Path(cwd, "logs", run_id))), code=codes[0], codes=codes, out=out,
-            err=re.sub(r"(?m)^inject: .*\n", "", err), met=bool(met), seconds=ended - began,
-            since=ended - max(met, default=ended))
+            err=re.sub(r"(?m)^inject: .*\n", "", err), met="inject: " in err, seconds=seconds)
 
     return go
 

@@ -109,44 +109,10 @@ def start():
     return str(stand_in)
 
 
-class Fork:
-    """A program as subprocess.Popen has it, but forked: pid is that of the fork."""
-
-    def __init__(self, words, cwd, env, stdout, stderr):
-        self.returncode = None
-        self.server = socket.socket(socket.AF_UNIX)
-        self.server.connect(f"{Path(start()).parent}/server")
-        request = dict(words=[str(word) for word in words], python=start(), folder=str(cwd), environment=env)
-        content = json.dumps(request).encode()
-        with open(os.devnull) as nothing:
-            files = [nothing.fileno(), stdout.fileno(), stderr.fileno()]
-            socket.send_fds(self.server, [len(content).to_bytes(8, "little")], files)
-        self.server.sendall(content)
-        self.answers = self.server.makefile("r")
-        self.pid = int(self.answers.readline())
-
-    def poll(self):
-        if self.returncode is None and select.select([self.server], [], [], 0)[0]:
-            self.wait()
-        return self.returncode
-
-    def wait(self):
-        if self.returncode is None:
-            self.returncode = int(self.answers.readline())
-            self.server.close()
-        return self.returncode
-
-    def kill(self):
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
 def popen(words, cwd, env, stdout, stderr):
     """A Python program of those words, forked where there is a server. Without stdin."""
-    if start() == sys.executable:
-        return subprocess.Popen([sys.executable, *words], cwd=cwd, env=env, stdin=subprocess.DEVNULL,
-                                stdout=stdout, stderr=stderr)
-    return Fork(words, cwd, env, stdout, stderr)
+    return subprocess.Popen([start(), *map(str, words)], cwd=cwd, env=env, stdin=subprocess.DEVNULL,
+                            stdout=stdout, stderr=stderr)
 
 
 # ---------------------------------------------------------------- the server

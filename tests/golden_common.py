@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -37,46 +38,15 @@ replace = train_gpt.replace
 kind_of = train_gpt.kind_of
 
 
-def make_model(cfg):
-    return cfg.make_model()
-
-
 def full_size_shapes(cfg):
     """{name of a parameter: its shape}, without the memory."""
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in make_model(cfg).named_parameters()}
+        return {name: tuple(p.shape) for name, p in cfg.make_model().named_parameters()}
 
 
 def tie(model):
     """The embedding becomes the head."""
     model.embed.data.copy_(model.head.data)
-
-
-def loss_of(model, tokens, targets, context):
-    return model(tokens, targets, context)
-
-
-def logits_of(model, tokens, context):
-    return model.logits(model.hidden(tokens, context))
-
-
-def stated_in(cfg, name):
-    """A constant as one types it, by the name that an environment has; None: there is no such constant."""
-    names = {alias: constant for constant, alias in cfg.aliases.items()}
-    value = vars(cfg).get(names.get(name.lower(), name.lower()))
-    return None if value is None else train_gpt.show(value)
-
-
-def parameter_rows(cfg):
-    """{kind of parameter: its row of the parameter table, every number resolved}. lr: before the factor of
-    tall matrices. decay: what a step takes off a weight, over its LR."""
-    found = {}
-    for kind, row in cfg.parameter_table().items():
-        found[kind] = SimpleNamespace(
-            optimizer=row.optimizer, lr=row.lr, decay=row.decay, betas=[row.beta1, row.beta2], eps=row.eps,
-            normuon_beta2=vars(cfg).get("normuon_beta2", 0.0), init=row.init, scale=row.scale,
-            change=row.change, artifact_step=row.step, artifact_most=row.levels, scalar=row.group == "scalar")
-    return found
 
 
 def adam_every(cfg):
@@ -95,12 +65,6 @@ def step_on_gradients(optimizer, gradients, now):
     """A step on {name: gradient} at `now`, which is of Schedule.at."""
     add_gradients(optimizer, gradients)
     optimizer.step(train_gpt.Schedule(now.lr, now.momentum, now.decay_factor, now.tied))
-
-
-def step_on_batch(model, optimizer, batch, rows, context, grad_factor, lr, momentum, decay_factor):
-    """A training step, at most so many rows at a time."""
-    schedule = train_gpt.Schedule(lr, momentum, decay_factor)
-    train_gpt.train_step(model, optimizer, batch, rows, context, grad_factor, schedule)
 
 
 def adam_alone(p, grads, lr, betas, eps, cfg):
@@ -129,37 +93,30 @@ def muon_alone(kind, p, grads, momenta, lr, decay, cfg):
     return module.get_parameter(kind).detach()
 
 
-def decay_scale(cfg):
-    """What Muon takes off a weight, over its LR, at a decay factor of 1."""
-    return cfg.parameter_table()["query"].decay
-
-
 class Schedule:
     """Of a run at full size. attn_scale: a function of (Config, stage)."""
 
     def __init__(self, cfg, attn_scale):
         self.cfg = cfg
         self.attn_scale = attn_scale
-        self.seen = {}
 
     def at(self, step, seconds=0.0, progress=None):
         """lr, momentum, decay_factor, tied: what a step takes. progress, stage, and of it tokens (of a
         batch), windows {"L": long, "S": short}, attn_scale, longest (document)."""
-        cfg = self.cfg
         if progress is None:
-            progress = cfg.progress(step, seconds)
-        stage = train_gpt.stage_at(cfg, progress)
-        if stage not in self.seen:
-            windows = {}
-            if hasattr(cfg, "windows"):
-                windows = cfg.windows(stage, stage.row_tokens)
-            self.seen[stage] = dict(
-                stage=stage, tokens=stage.batch_tokens, longest=stage.doc_len,
-                attn_scale=self.attn_scale(cfg, stage),
-                windows={"L": windows.get("L"), "S": windows.get("S")})
-        now = cfg.schedule(step, progress)
-        return SimpleNamespace(progress=progress, lr=now.lr, momentum=now.momentum, decay_factor=now.decay,
-                               tied=now.tied, **self.seen[stage])
+            progress = self.cfg.progress(step, seconds)
+        stage = train_gpt.stage_at(self.cfg, progress)
+        now = self.cfg.schedule(step, progress)
+        windows, attn_scale = self.of_stage(stage)
+        return SimpleNamespace(
+            progress=progress, lr=now.lr, momentum=now.momentum, decay_factor=now.decay, tied=now.tied,
+            stage=stage, tokens=stage.batch_tokens, longest=stage.doc_len, windows=windows,
+            attn_scale=attn_scale)
+
+    @cache
+    def of_stage(self, stage):
+        windows = self.cfg.windows(stage, stage.row_tokens) if hasattr(self.cfg, "windows") else {}
+        return {kind: windows.get(kind) for kind in "LS"}, self.attn_scale(self.cfg, stage)
 
     def adam_steps(self, step):
         """Does Adam take a step at the end of this one?"""
@@ -260,7 +217,7 @@ class GoldenSet:
 
     def model(self):
         """Ours with their weights: every parameter of the one is one of the other."""
-        model = make_model(self.cfg)
+        model = self.cfg.make_model()
         weights = self.weights("w0")
         assert {name: tuple(w.shape) for name, w in weights.items()} == \
             {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -270,12 +227,15 @@ class GoldenSet:
         return model
 
     # what a recipe with windows has of its own; here every layer sees everything before it
-    def context(self, T, window, dtype=torch.float32, **fields):
-        """For rows of T tokens; window: tokens before its own that a long layer sees; fields: of Context."""
+    def context(self, T, window, dtype=torch.float32):
+        """For rows of T tokens; window: tokens before its own that a long layer sees."""
         with torch.device("meta"):
-            model = make_model(self.cfg)
-        context = model.context(T, CPU, dtype)
-        return context._replace(**fields) if fields else context
+            model = self.cfg.make_model()
+        return model.context(T, CPU, dtype, self.stage(window or T))
+
+    def stage(self, window):
+        """None: as in scores."""
+        return None
 
     def windows(self, context):
         """{kind of layer: tokens before its own that it sees}"""
@@ -297,12 +257,8 @@ class GoldenSet:
 class WithWindows(GoldenSet):
     """A set whose recipe has long and short windows, which are a column of its stages."""
 
-    def context(self, T, window, dtype=torch.float32, **fields):
-        stage = replace(self.cfg.stages()[-1], window=window or T)
-        with torch.device("meta"):
-            model = make_model(self.cfg)
-        context = model.context(T, CPU, dtype, stage)
-        return context._replace(**fields) if fields else context
+    def stage(self, window):
+        return replace(self.cfg.stages()[-1], window=window)
 
     def windows(self, context):
         return {kind: int(size) for kind, size in context.windows.items()}
@@ -379,9 +335,24 @@ class Seed(GoldenSet):
         return about.get("wd", 0) * about.get("wd_mult", 1)
 
 
+class Setting(NamedTuple):
+    """Of a later set: its name with a dot, the loss of each batch, how a model runs, whether its embedding is
+    the head."""
+    prefix: str
+    losses: np.ndarray
+    context: tuple
+    tied: bool = False
+
+
 class Later(GoldenSet):
-    """A set of golden/plus/README.md. A recipe also gives PRESET; toy(), its constants; settings(); and
-    NAMES, {kind of our parameter: their name}, where the two differ."""
+    """A set of golden/plus/README.md. A recipe also gives PRESET; toy(), its constants; settings(), a list;
+    first_step(), of a series of so many; and NAMES, {kind of our parameter: theirs}, where they differ."""
+    NAMES = {}
+    LOSS = 1e-6
+    NATS = 1e-5
+    GRADIENT = GRADIENT_DIGEST = 2e-4
+    UPDATE = WEIGHT_DIGEST = 1e-3
+    INIT = 2e-6
 
     def __init__(self, npz):
         super().__init__(npz)
@@ -403,17 +374,25 @@ class Later(GoldenSet):
         rows = [self.tensor(f"{name}_{k}").long() for name in ("tokens", "targets")]
         return [row.view(-1, row.size(-1)) for row in rows]
 
-    def settings(self):
-        """A list, each with prefix (of names), losses (of each batch), context, mtp (weights of the losses on
-        the next targets, or None) and weights, a function: {name: parameter} -> {name: what it is set to}."""
-        raise NotImplementedError
+    def model_of(self, setting):
+        model = self.model()
+        if setting.tied:
+            tie(model)
+        return model
 
-    def first_step(self, series, steps):
-        """Of a series of so many."""
-        raise NotImplementedError
+    def nats(self, model, setting):
+        """Of each token of the first batch."""
+        tokens, targets = self.batch(0)
+        with torch.no_grad():
+            scores = model.logits(model.hidden(tokens, setting.context)).double()
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
 
     def schedule_at(self, step, series):
         return self.schedule.at(step)
+
+    def allowed(self, moved, whole, tolerance):
+        """How far a digest may be off: of what was added, and of how fp32 holds the sum."""
+        return tolerance * moved.norm() + 1e-6 * whole.norm()
 
     @cache
     def numbers(self):
@@ -431,16 +410,23 @@ class Later(GoldenSet):
             flat[places.flatten().long()] = ours[name].detach().double().flatten()
         return {name: flat[places.long()] for name, places in numbers.items()}
 
-    def synthetic_gradients(self, step):
-        """Of golden/plus/README.md, as ours."""
+    def synthetic_gradients(self, step, tiny=False):
+        """Of golden/plus/README.md, as ours; tiny: of golden/frontier/README.md."""
         found = {}
         for i, name in enumerate(sorted(self.their_weights("w0"))):
-            draw = np.random.default_rng([self.meta["seed"], step, i]).standard_normal
-            found[name] = torch.from_numpy((0.01 * draw(self.array(f"w0.{name}").shape)).astype(np.float32))
+            draw = np.random.default_rng([self.meta["seed"], step, i])
+            shape = self.array(f"w0.{name}").shape
+            grad = 0.01 * draw.standard_normal(shape)
+            if tiny:
+                grad = grad * 10 ** (-10 * draw.random(shape))
+            found[name] = torch.from_numpy(grad.astype(np.float32))
         return self.ours(found)
 
+    def is_tiny(self, series):
+        return False
+
     def first_text(self, kind, text):
-        """The part of an entry's `init` that is about this kind of our parameters."""
+        """The part of an entry's `init` about this kind of our parameters; "": it has a test of its own."""
         return text
 
     def entry(self, kind):
@@ -465,24 +451,24 @@ def stated_law(text):
     numbers = [float(number) for number in re.findall(r"[-+]?\d+\.?\d*", text.replace("- ", "-"))]
     if text.startswith("uniform"):
         return ("positive" if numbers[0] == 0 else "uniform", numbers[1], 0)
-    if text.startswith("normal"):
-        return ("normal", numbers[-1], 0)
-    if text.startswith("orthogonal"):
-        return ("orthogonal", numbers[-1], 0)
+    if text.startswith(("normal", "orthogonal")):
+        return (text.split("(")[0].split(",")[0], numbers[-1], 0)
     if text.startswith("sqrt"):
         return ("constant", numbers[0] ** 0.5, 0)
     return ("constant", 0 if text == "zeros" else numbers[0], numbers[1] if " i/" in text else 0)
 
 
-def check_decay(row, lr, about, kind):
+def check_decay(row, about, kind):
     """What a step takes off a weight; `row` has it over our LR, which lacks the factor of tall matrices."""
+    text = about.get("decay_per_step", "")
     if "weight_decay" in about:
         assert row.decay * about.get("update_mul", 1) == pytest.approx(about["weight_decay"], rel=1e-6), kind
     elif "wd_mul" in about:         # (lr*factor)^2*0.005*wd_mul
-        factor = float(re.search(r"\^2\*([\d.]+)\*wd_mul", about["decay_per_step"])[1])
-        assert row.decay == pytest.approx(lr * factor * about["wd_mul"]), kind
-    elif "decay_per_step" in about:     # 1.2*(0.023*factor)*(0.023*factor*lr_mul)
-        numbers = re.match(r"([\d.]+)\*\(([\d.]+)\*factor\)\*", about["decay_per_step"]).groups()
+        factor = float(re.search(r"\^2\*([\d.]+)\*wd_mul", text)[1])
+        assert row.decay == pytest.approx(row.lr * factor * about["wd_mul"]), kind
+        assert row.decay_with_lr or not about["wd_mul"]
+    else:       # 1.2*(0.023*factor)*(0.023*factor*lr_mul)
+        numbers = re.match(r"([\d.]+)\*\(([\d.]+)\*factor\)\*", text).groups()
         assert row.decay == pytest.approx(math.prod(map(float, numbers))), kind
 
 
@@ -511,18 +497,34 @@ def distinct(tensor):
     return [least.item()] if least == most else tensor.unique().tolist()
 
 
-def nats_and_loss(model, tokens, targets, context):
-    """(nats of each target, mean loss by logits, mean loss by the model)"""
-    with torch.no_grad():
-        scores = logits_of(model, tokens, context).flatten(0, 1)
-        nats = F.cross_entropy(scores.double(), targets.flatten(), reduction="none")
-        return nats, nats.mean().item(), loss_of(model, tokens, targets, context).item()
+def digest(x):
+    """[sum, norm, sum of x_i cos(i)]"""
+    flat = x.detach().double().flatten()
+    wave = torch.arange(len(flat), dtype=torch.float64).cos()
+    return torch.stack([flat.sum(), flat.norm(), (flat * wave).sum()])
+
+
+def compare(later, start, digests, before, after, tolerance, of_digests):
+    """What was added to each of their tensors that they kept under names that start so, and the digest of
+    each tensor, unless ours has a part of it only. before, after: {their name: tensor}"""
+    kept = later.matches(re.escape(start) + "(.*)")
+    for name in kept:
+        there = ~after[name].isnan()
+        theirs = later.tensor(start + name).double()
+        assert difference((after[name] - before[name])[there], theirs[there]) < tolerance, start + name
+    whole = [name for name in later.matches(re.escape(digests) + "(.*)") if not after[name].isnan().any()]
+    for name in whole:
+        theirs = later.tensor(digests + name)
+        off = (digest(after[name]) - theirs).abs().max()
+        allowed = later.allowed(after[name] - before[name], after[name], of_digests)
+        assert off <= allowed, (digests + name, off, theirs)
+    assert kept or whole
 
 
 def gradients(model, tokens, targets, context):
     """{name: gradient of the mean loss}"""
     names, params = zip(*model.named_parameters())
-    loss = loss_of(model, tokens, targets, context)
+    loss = model(tokens, targets, context)
     return dict(zip(names, torch.autograd.grad(loss, params, materialize_grads=True)))
 
 

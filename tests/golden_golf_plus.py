@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import train_gpt
-from golden_common import (MATRICES, Later, difference, fake_team, kind_of, loss_of_split, make_loader,
-                           make_optimizer, open_shards, parameter_rows, replace, set_fixture,
-                           step_on_gradients)
+from golden_common import (MATRICES, Later, Setting, difference, fake_team, kind_of, loss_of_split,
+                           make_loader, make_optimizer, open_shards, replace, set_fixture, step_on_gradients)
 from helpers import calibrated
 
 
@@ -70,9 +69,8 @@ class GolfPlus(Later):
             loops = {"plain": 0, "loop": meta["num_loops"]}[name]
             order = meta[f"encoder_{name}"] + meta[f"decoder_{name}"]
             assert train_gpt.looped_order(self.cfg.num_layers, self.cfg.loop_layers, loops) == order
-            context = self.context(meta["seq"], 0, loops=loops)
-            found.append(SimpleNamespace(prefix=f"{name}.", losses=losses, context=context, mtp=None,
-                                         weights=dict))
+            context = self.context(meta["seq"], 0)._replace(loops=loops)
+            found.append(Setting(f"{name}.", losses, context))
         return found
 
     def first_step(self, series, steps):
@@ -186,13 +184,13 @@ def test_golf_plus_rounding(golf_plus):
         assert (rows.numpy() == golf_plus.array(f"quant.{name}.q")).all(), name
         assert (scale.numpy() == golf_plus.array(f"quant.{name}.scale")).all(), name
     full = golf_plus.json("full_size")
-    table = parameter_rows(golf_plus.full)
+    table = golf_plus.full.parameter_table()
     for kind, prefix in [(kind, "matrix") for kind in MATRICES] + [("embed", "embed")]:
         most = 2 ** (full[f"{prefix}_bits"] - 1) - 1
-        assert table[kind].artifact_most == most
+        assert table[kind].levels == most
         step = full[f"{prefix}_clip_sigmas"] / most
-        assert table[kind].artifact_step == pytest.approx(step, rel=1e-6), kind
-    small = {kind for kind, row in golf_plus.full.parameter_table().items() if row.precision == "fp16"}
+        assert table[kind].step == pytest.approx(step, rel=1e-6), kind
+    small = {kind for kind, row in table.items() if row.precision == "fp16"}
     kinds = {kind_of(name) for name, _ in golf_plus.model().named_parameters()}
     assert small == kinds - {*MATRICES, "embed"} == table.keys() - {*MATRICES, "embed"}
 

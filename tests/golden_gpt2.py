@@ -43,10 +43,20 @@ gpt2 = set_fixture(GPT2)
 
 
 def documents(lengths, cfg):
-    """(BOS, tokens of documents of these lengths): each BOS, then another token."""
+    """Tokens of documents of these lengths: each BOS, then another token."""
     bos = cfg.bos_id
     other = (bos + 1) % cfg.vocab_size
-    return bos, [np.r_[bos, np.full(n - 1, other)] for n in lengths]
+    return [np.r_[bos, np.full(n - 1, other)] for n in lengths]
+
+
+def packed_rows(loader, numbers, steps, ranks, T):
+    """Of each step the row of this rank: [(number of the document, tokens of it)]"""
+    document = {int(start): number for start, number in zip(loader.packer.index.starts, numbers)}
+    found = []
+    for n in range(steps):
+        row = loader.packer.plan(n * ranks, ranks, T)[0][0]
+        found.append([(document[start], length) for start, length in row])
+    return found
 
 
 def window_sizes(cfg):
@@ -61,7 +71,7 @@ def test_gpt2_rows_of_packed_documents(gpt2, tmp_path, monkeypatch):
     groups = gpt2.array("packing.groups")
     columns = about["groups_columns"]
     file, group = (groups[:, columns.index(name)] for name in ("file", "row_group"))
-    bos, texts = documents(lengths, gpt2.cfg)
+    texts = documents(lengths, gpt2.cfg)
     numbers = []
     parts = []
     sizes = []
@@ -85,13 +95,9 @@ def test_gpt2_rows_of_packed_documents(gpt2, tmp_path, monkeypatch):
             wanted.setdefault(place, []).append((named["document"], named["length"]))
         cfg = replace(gpt2.packing_config(about), train_batch_tokens=T * ranks)
         for rank in range(ranks):
-            loader = make_loader(cfg, shards, bos, ranks, rank, zip(shards, sizes))
-            document = {int(start): number for start, number in zip(loader.packer.index.starts, numbers)}
+            loader = make_loader(cfg, shards, gpt2.cfg.bos_id, ranks, rank, zip(shards, sizes))
             mine = [pieces for place, pieces in sorted(wanted.items()) if place[0] == rank]
-            assert mine, (ranks, rank)
-            for n, pieces in enumerate(mine):
-                found, *_ = loader.packer.plan(n * ranks, ranks, T)
-                assert [(document[start], length) for start, length in found[0]] == pieces, (ranks, rank, n)
+            assert mine and packed_rows(loader, numbers, len(mine), ranks, T) == mine, (ranks, rank)
 
 
 def test_gpt2_validation_rows(gpt2):

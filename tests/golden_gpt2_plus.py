@@ -1,16 +1,15 @@
 """gpt2_plus: which of our parameters and constants are which of golden/plus/gpt2_plus.npz,
 and tests of what this set alone holds. Runs with test_golden.py."""
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import train_gpt
-from golden_common import (MATRICES, Later, WithWindows, load_config, make_loader, nats_of, open_shards,
-                           replace, set_fixture, value_tables)
-from golden_gpt2 import documents, window_sizes
+from golden_common import (MATRICES, Later, Setting, WithWindows, load_config, make_loader, nats_of,
+                           open_shards, replace, set_fixture, value_tables)
+from golden_gpt2 import documents, packed_rows, window_sizes
 
 
 class GPT2Plus(WithWindows, Later):
@@ -68,8 +67,7 @@ class GPT2Plus(WithWindows, Later):
         context = self.context(T, T)
         sizes = self.windows(context)
         assert [sizes[kind] for kind in self.cfg.window_pattern] == self.meta["windows"]
-        losses = self.array("loss")
-        return [SimpleNamespace(prefix="", losses=losses, context=context, mtp=None, weights=dict)]
+        return [Setting("", self.array("loss"), context)]
 
     def first_step(self, series, steps):
         return self.json("optimizer_first_steps")[series]
@@ -113,17 +111,15 @@ def test_gpt2_plus_at_full_size(gpt2_plus):
 def test_gpt2_plus_rows_of_packed_documents(gpt2_plus, tmp_path, monkeypatch):
     """Best fit, of one rank."""
     about = gpt2_plus.json("packing")
-    bos, texts = documents(gpt2_plus.array("packing.lengths"), gpt2_plus.cfg)
+    texts = documents(gpt2_plus.array("packing.lengths"), gpt2_plus.cfg)
     shards = open_shards(tmp_path, [np.concatenate(texts)])
     monkeypatch.setattr(train_gpt.BestFit, "BUFFER", about["buffer"])
     monkeypatch.setattr(train_gpt.BestFit, "READ", about["refill"])
     T = about["row_tokens"] - 1
     cfg = replace(gpt2_plus.cfg, train_seq_len=T, train_batch_tokens=T, max_epochs=0)
-    loader = make_loader(cfg, shards, bos, 1, 0)
-    numbers = {int(start): number for number, start in enumerate(loader.packer.index.starts)}
-    for n, row in enumerate(gpt2_plus.json("packing.rows")):
-        found = loader.packer.plan(n, 1, T)[0][0]
-        assert [[numbers[start], length] for start, length in found] == row, n
+    loader = make_loader(cfg, shards, cfg.bos_id, 1, 0)
+    rows = [[(number, length) for number, length in row] for row in gpt2_plus.json("packing.rows")]
+    assert rows and packed_rows(loader, range(len(texts)), len(rows), 1, T) == rows
 
 
 def test_gpt2_plus_rope_and_validation(gpt2_plus):

@@ -3,7 +3,6 @@ and tests of what this set holds, at the tolerances of golden/frontier/README.md
 import hashlib
 import json
 import re
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -13,20 +12,14 @@ import torch.nn.functional as F
 
 import train_gpt
 from golden_common import (
-    CPU, GOLDEN, MATRICES, Later, close, difference, gradients, make_loader, make_optimizer, open_set,
-    open_shards, parameter_rows, replace, set_fixture, stated_law, step_on_gradients, tie, value_tables)
+    CPU, GOLDEN, Later, Setting, close, compare, difference, digest, make_loader, make_optimizer,
+    open_shards, replace, set_fixture, tie, value_tables)
 from helpers import ROOT
 from tools.run import plan
 from train_gpt import window_mask
 
-LOSS = 1e-6
 TRAIN_LOSS = 1e-5
-NATS = 1e-4
 XDIGEST = 1e-4
-GRADIENT = 5e-4
-GRADIENT_DIGEST = 2e-3
-UPDATE = 1e-3
-WEIGHT_DIGEST = 1e-3
 UNIT = 2e-4
 FP8 = 5e-3
 UNIT_STEP = 1000    # of unit.attention_*
@@ -36,7 +29,10 @@ class SpeedrunFrontier(Later):
     FILE = "frontier/speedrun_frontier.npz"
     PRESET = "speedrun_plus"
     RATES_OF_TALL = True
-    NAMES = {}
+    NATS = 1e-4
+    GRADIENT = 5e-4
+    GRADIENT_DIGEST = 2e-3
+    INIT = 2e-5
 
     @classmethod
     def series(cls):
@@ -104,41 +100,40 @@ class SpeedrunFrontier(Later):
             theirs = row["mtp"] + [row["prefix_weight"]] * context.prefixes
             assert weights == pytest.approx(theirs, rel=1e-6)
             assert context.prefixes == (row["prefix_weight"] > 0)
-            found.append(SimpleNamespace(name=row["name"], tied=row["tied"], losses=losses, context=context))
+            found.append(Setting(f"{row['name']}.", losses, context, row["tied"]))
         return found
 
-    def model_of(self, setting):
-        model = self.model()
-        if setting.tied:
-            tie(model)
-        return model
+    def nats(self, model, setting):
+        """All losses of a token together."""
+        context = setting.context
+        tokens, targets = self.batch(0)
+        several = train_gpt.next_targets(targets, context.next_targets)
+        if context.prefixes:
+            several = torch.cat((several, model.prefixes[targets][..., None]), -1)
+        with torch.no_grad():
+            scores = model.logits(model.hidden(tokens, context)).double()
+        nats = scores.logsumexp(-1, keepdim=True) - scores.gather(-1, several.clamp(min=0))
+        weights = torch.ones(1) if context.loss_weights is None else context.loss_weights
+        return (nats * weights * (several >= 0)).sum(-1).flatten()
 
     def first_step(self, series, steps):
         about = self.json("tags")[series]
-        assert about["steps"][1] - about["steps"][0] == steps - 1
-        return about["first_step"]
+        first = about["first_step"]
+        assert about["steps"] == [first, first + steps - 1]
+        assert about["tied_at_start"] == self.schedule.at(first).tied
+        return first
 
-    def synthetic_gradients(self, step, tiny):
-        """Of golden/frontier/README.md, as ours."""
-        found = {}
-        for i, name in enumerate(sorted(self.array("names").tolist())):
-            draw = np.random.default_rng([self.meta["seed"], step, i])
-            shape = self.array(f"w0.{name}").shape
-            grad = 0.01 * draw.standard_normal(shape)
-            if tiny:
-                grad = grad * 10 ** (-10 * draw.random(shape))
-            found[name] = torch.from_numpy(grad.astype(np.float32))
-        return self.ours(found)
+    def is_tiny(self, series):
+        return self.json("tags")[series]["tiny"]
+
+    def allowed(self, moved, whole, tolerance):
+        return tolerance * whole.norm()
+
+    def first_text(self, kind, text):
+        return "" if kind in ("sa_lambdas", "mudd_b2", "mudd_gate_b2") else text
 
 
 speedrun_frontier = set_fixture(SpeedrunFrontier)
-
-
-def digest(x):
-    """[sum, norm, sum of x_i cos(i)]"""
-    flat = x.detach().double().flatten()
-    wave = torch.arange(len(flat), dtype=torch.float64).cos()
-    return torch.stack([flat.sum(), flat.norm(), (flat * wave).sum()])
 
 
 def check_digest(x, theirs, tolerance, what):
@@ -148,63 +143,13 @@ def check_digest(x, theirs, tolerance, what):
     assert off <= tolerance * max(theirs[1].item(), 1e-30), (what, off, theirs)
 
 
-def check_tensors(golden, prefix, digests, ours, tolerance, digest_tolerance, digested=None):
-    """{their name: tensor} against each tensor that they kept under prefix, and against the digest of each.
-    digested: what digests are of, if not the same."""
-    kept = [name for name in ours if prefix + name in golden.names]
-    for name in kept:
-        theirs = golden.tensor(prefix + name).double()
-        assert difference(ours[name], theirs) < tolerance, prefix + name
-    seen = [name for name in ours if digests + name in golden.names]
-    for name in seen:
-        whole = (digested or ours)[name]
-        check_digest(whole, golden.tensor(digests + name), digest_tolerance, digests + name)
-    for found, start in ((kept, prefix), (seen, digests)):
-        assert len(found) == sum(name.startswith(start) for name in golden.names), start
-    assert seen
-
-
-# ---------------------------------------------------------------- forward and backward
-def test_frontier_losses(speedrun_frontier):
-    """Mean loss of each batch in each setting."""
-    for setting in speedrun_frontier.settings():
-        model = speedrun_frontier.model_of(setting)
-        assert len(setting.losses) == speedrun_frontier.batches() > 0
-        for k, expected in enumerate(setting.losses):
-            with torch.no_grad():
-                loss = model(*speedrun_frontier.batch(k), setting.context).item()
-            assert loss == pytest.approx(expected, rel=LOSS), (setting.name, k)
-
-
-def test_frontier_nats(speedrun_frontier):
-    """Of each token of the first batch, all its losses together."""
-    seen = 0
-    for setting in speedrun_frontier.settings():
-        if f"nats.{setting.name}" not in speedrun_frontier.names:
-            continue
-        model = speedrun_frontier.model_of(setting)
-        context = setting.context
-        tokens, targets = speedrun_frontier.batch(0)
-        several = train_gpt.next_targets(targets, context.next_targets)
-        if context.prefixes:
-            several = torch.cat((several, model.prefixes[targets][..., None]), -1)
-        with torch.no_grad():
-            scores = model.logits(model.hidden(tokens, context)).double()
-        nats = scores.logsumexp(-1, keepdim=True) - scores.gather(-1, several.clamp(min=0))
-        weights = torch.ones(1) if context.loss_weights is None else context.loss_weights
-        nats = (nats * weights * (several >= 0)).sum(-1).flatten()
-        theirs = speedrun_frontier.tensor(f"nats.{setting.name}").double()
-        assert difference(nats, theirs) < NATS, setting.name
-        assert (nats - theirs).abs().max() < 10 * NATS, setting.name
-        seen += 1
-    assert seen == len(speedrun_frontier.matches(r"nats\.(.*)")) > 0
-
-
+# ---------------------------------------------------------------- forward, a few steps
 def test_frontier_streams(speedrun_frontier):
     """The smeared embedding, the residual stream before each MLP and before the last norm."""
     seen = 0
     for setting in speedrun_frontier.settings():
-        if f"xdigest.{setting.name}" not in speedrun_frontier.names:
+        name = "xdigest." + setting.prefix.rstrip(".")
+        if name not in speedrun_frontier.names:
             continue
         model = speedrun_frontier.model_of(setting)
         streams = []
@@ -225,62 +170,23 @@ def test_frontier_streams(speedrun_frontier):
                 next(rest)
             wanted.append(next(rest))
         wanted += [*rest]
-        theirs = speedrun_frontier.tensor(f"xdigest.{setting.name}")
+        theirs = speedrun_frontier.tensor(name)
         assert len(wanted) == len(theirs) == len(model.blocks) + 2
         for i, (ours, expected) in enumerate(zip(wanted, theirs)):
-            check_digest(ours, expected, XDIGEST, (setting.name, i))
+            check_digest(ours, expected, XDIGEST, (name, i))
         seen += 1
     assert seen == len(speedrun_frontier.matches(r"xdigest\.(.*)")) > 0
-
-
-def test_frontier_gradients(speedrun_frontier):
-    """Of the mean loss of the first batch, every parameter."""
-    seen = 0
-    for setting in speedrun_frontier.settings():
-        if not speedrun_frontier.matches(rf"gdigest\.{setting.name}\.(.*)"):
-            continue
-        model = speedrun_frontier.model_of(setting)
-        ours = gradients(model, *speedrun_frontier.batch(0), setting.context)
-        check_tensors(speedrun_frontier, f"g.{setting.name}.", f"gdigest.{setting.name}.",
-                      speedrun_frontier.theirs(ours), GRADIENT, GRADIENT_DIGEST)
-        seen += 1
-    assert seen == len(speedrun_frontier.matches(r"gdigest\.(\w+)\..*")) > 0
-
-
-# ---------------------------------------------------------------- optimizers
-@pytest.mark.parametrize("series", SpeedrunFrontier.series())
-def test_frontier_updates(series, one_thread):
-    """Weights after one and after five steps on given gradients, no optimizer state before."""
-    golden = open_set(SpeedrunFrontier)
-    about = golden.json("tags")[series]
-    model = golden.model()
-    after = [1, 1 + about["steps"][1] - about["steps"][0]]
-    first = golden.first_step(series, after[-1])
-    optimizer = make_optimizer(model, golden.cfg, first)
-    if about["tied_at_start"]:
-        tie(model)
-    before = golden.theirs({name: p.detach().clone() for name, p in model.named_parameters()})
-    for k in range(1, 1 + after[-1]):
-        step = first + k - 1
-        given = golden.synthetic_gradients(step, about["tiny"])
-        step_on_gradients(optimizer, given, golden.schedule.at(step))
-        if k in after:
-            now = golden.theirs(dict(model.named_parameters()))
-            moved = {name: now[name] - before[name] for name in now}
-            check_tensors(golden, f"{series}.dw{k}.", f"{series}.w{k}digest.", moved, UPDATE, WEIGHT_DIGEST,
-                          digested=now)
 
 
 def test_frontier_training(speedrun_frontier):
     """The record's own steps across a change of stage, tied, two rows a step: losses, weights."""
     golden = speedrun_frontier
-    cfg = speedrun_frontier.cfg
     model = golden.model()
     losses = golden.array("train.loss")
     tie(model)
     steps, rows = losses.shape
     first = golden.full.stages()[1].first_step - 3
-    optimizer = make_optimizer(model, cfg, first)
+    optimizer = make_optimizer(model, golden.cfg, first)
     before = golden.theirs({name: p.detach().clone() for name, p in model.named_parameters()})
     tokens = golden.tensor("train.tokens").long()
     targets = golden.tensor("train.targets")
@@ -293,9 +199,8 @@ def test_frontier_training(speedrun_frontier):
             assert loss.item() == pytest.approx(losses[k, row], rel=TRAIN_LOSS), (k, row)
             optimizer.backward(loss * tokens.size(1) / golden.full.loss_sum_ranks)
         optimizer.step(train_gpt.Schedule(now.lr, now.momentum, now.decay_factor, now.tied))
-    now = golden.theirs(dict(model.named_parameters()))
-    moved = {name: now[name] - before[name] for name in now}
-    check_tensors(golden, "train.dw6.", "train.w6digest.", moved, UPDATE, WEIGHT_DIGEST, digested=now)
+    after = golden.theirs(dict(model.named_parameters()))
+    compare(golden, "train.dw6.", "train.w6digest.", before, after, golden.UPDATE, golden.WEIGHT_DIGEST)
 
 
 # ---------------------------------------------------------------- units
@@ -568,52 +473,17 @@ def test_frontier_sizes(speedrun_frontier):
     assert counts == size["parameters"]
 
 
-def test_frontier_first_values_optimizers_and_rates(speedrun_frontier):
-    """Of every kind of parameter at full size."""
-    golden = speedrun_frontier
+def test_frontier_first_values_of_biases(speedrun_frontier):
+    """... and of what adjust_init() sets, as init_parameters() draws them."""
     cfg = speedrun_frontier.full
-    rows = parameter_rows(cfg)
     table = cfg.parameter_table()
-    with torch.device("meta"):
-        model = cfg.make_model()
-    shapes = {train_gpt.kind_of(name): p.shape for name, p in model.named_parameters()}
-    # as init_parameters() draws them, for small parameters only
-    values = {name: torch.full(p.shape, float(table[train_gpt.kind_of(name)].scale))
-              if p.numel() < 1e6 else torch.empty(0) for name, p in model.named_parameters()}
-    values["head"] = torch.ones(1)
-    values["mudd_b2"] = torch.zeros(2, 14)
-    values["mudd_gate_b2"] = torch.zeros(2, 41)
+    values = dict(head=torch.ones(1), mudd_b2=torch.zeros(2, 14), mudd_gate_b2=torch.zeros(2, 41))
+    for i in range(cfg.num_layers):
+        values[f"blocks.{i}.sa_lambdas"] = torch.full((2,), float(table["sa_lambdas"].scale))
     values = cfg.adjust_init(values)
     assert torch.equal(values["embed"], values["head"])
-    for kind, shape in shapes.items():
-        row = rows[kind]
-        about = golden.entry(kind)
-        muon = row.optimizer == "muon"
-        lr = row.lr
-        if muon:
-            lr *= max(1, (table[kind].unit_rows or shape[0]) / shape[1]) ** 0.5
-        assert muon == ("muon" in about["optimizer"]), kind
-        assert lr == pytest.approx(about["lr"], rel=1e-6), kind
-        factor = about.get("wd_mul")
-        if muon:
-            assert row.decay == pytest.approx(1.2 * 0.023) and row.normuon_beta2 == about["beta2"], kind
-        else:
-            assert [*row.betas, row.eps] == [*about["betas"], about["eps"]], kind
-            assert row.decay == pytest.approx(lr * 0.005 * factor), kind
-            assert table[kind].decay_with_lr or not factor
-        first = about["init"]
-        if first.startswith("copy of"):
-            assert table[kind].scale == table["head"].scale
-        elif first.startswith("uniform"):
-            bound = float(re.search(r",([\d.]+)\)", first)[1])
-            assert row.init == "uniform" and row.scale * shape[-1] ** -0.5 == pytest.approx(bound, rel=2e-5)
-        elif kind in ("mudd_b2", "mudd_gate_b2"):
-            continue        # below
-        elif kind == "sa_lambdas":
-            assert values["blocks.0.sa_lambdas"].tolist() == [0.5, 1.0] and first == "0.5, 1.0"
-        else:
-            law, size, _ = stated_law(first)
-            assert (row.init, row.scale) == (law, pytest.approx(size, rel=1e-6)), kind
+    assert values["blocks.0.sa_lambdas"].tolist() == [0.5, 1.0]
+    assert speedrun_frontier.entry("sa_lambdas")["init"] == "0.5, 1.0"
     root = 1.1**0.5
     biases = [[0.0] * 6 + [20, 20, 10 * root, 10, 0, 0.5, 10 * root, 10], [0, -5] + [0.0] * 12]
     torch.testing.assert_close(values["mudd_b2"], torch.tensor(biases))
@@ -624,22 +494,6 @@ def test_frontier_first_values_optimizers_and_rates(speedrun_frontier):
     gates[1, 28] = 5
     gates[1, 29:35] = 10
     torch.testing.assert_close(values["mudd_gate_b2"], gates)
-
-
-def test_frontier_matrices_that_muon_updates_apart(speedrun_frontier):
-    """Pairs of heads of queries and keys; their mean squares are per column, others' as they say."""
-    cfg = speedrun_frontier.cfg
-    optimizer = cfg.optimizer()(speedrun_frontier.model(), cfg)
-    found = {}
-    for bank in optimizer.banks:
-        for name in bank.names:
-            found[train_gpt.kind_of(name)] = bank.unit, bank.state[1].shape[1:]
-    C = cfg.model_dim
-    pair = 2 * cfg.qk_dim
-    assert {kind: found[kind] for kind in MATRICES} == dict(
-        query=((pair, C), (1, C)), key=((pair, C), (1, C)), value=((C, C), (C, 1)),
-        attn_proj=((C, C), (1, C)), fc=((cfg.mlp_mult * C, C), (cfg.mlp_mult * C, 1)),
-        mlp_proj=((C, cfg.mlp_mult * C), (1, cfg.mlp_mult * C)))
 
 
 # ---------------------------------------------------------------- fp8

@@ -21,7 +21,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import sentencepiece as spm
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_gpt.py"
@@ -29,6 +31,7 @@ OURS = {"PYTHONPATH": str(ROOT)}  # for `python -m tools...` in another folder
 sys.path.insert(0, str(ROOT))
 
 import fork_server  # noqa: E402
+import train_gpt  # noqa: E402
 from toy_text import library_documents  # noqa: E402
 
 
@@ -50,14 +53,12 @@ TOY = dict(
 
 def with_boards():
     """The recipes of a track. Tables of tests have a row for each; others come and go."""
-    import train_gpt
     from records.verify.folders import NEWEST_TRACKS, track_of
     return [preset for preset in train_gpt.RECIPES if track_of(preset) in NEWEST_TRACKS]
 
 
 def slow(*values, id=None):
     """A case that `./run.sh test` leaves out."""
-    import pytest
     return pytest.param(*values, id=id, marks=pytest.mark.slow)
 
 
@@ -83,7 +84,6 @@ class TemporaryPath(type(Path())):
 
 def shard_file(tokens):
     """A Shard; its file goes when its path does."""
-    import train_gpt
     file = tempfile.NamedTemporaryFile(suffix=".bin")
     write_shard(file.name, tokens)
     path = TemporaryPath(file.name)
@@ -183,7 +183,6 @@ def other_tokenizer(model):
 
 def toy_of(preset, **settings):
     """TOY for another preset, without what that lacks, with settings laid over it."""
-    import train_gpt
     own = {f.name for f in train_gpt.fields(train_gpt.RECIPES[preset])}
     toy = TOY | dict(NUM_KV_HEADS="0", VOCAB_SIZE="512", TOKENIZER_PATH="", SEQ_SCHEDULE="1", PRESET=preset,
                      ARTIFACT_BYTES_LIMIT="0")
@@ -192,13 +191,11 @@ def toy_of(preset, **settings):
 
 def toy_environment(**settings):
     """TOY with settings laid over it, by lower or upper case name, as an environment of the trainer."""
-    import train_gpt
     return TOY | {name.upper(): train_gpt.show(value) for name, value in settings.items()}
 
 
 def toy_config(root, preset="", **settings):
     """Config of TOY on the dataset under root; settings by field name."""
-    import train_gpt
     env = toy_of(preset) if preset else TOY
     cfg = train_gpt.load_config(env | {"DATA_PATH": str(Path(root, TOY["DATA_PATH"]))})
     cfg = train_gpt.replace(cfg, **settings)
@@ -208,7 +205,6 @@ def toy_config(root, preset="", **settings):
 
 def init_parameters(model, seed):
     """Fills a model with its init."""
-    import train_gpt
     values = train_gpt.init_parameters(model, seed)
     if hasattr(model.cfg, "adjust_init"):
         values = model.cfg.adjust_init(values)
@@ -242,14 +238,12 @@ def load_module(path, name):
 
 def fake_team(rank=0, world_size=1):
     """What Loader and evaluate ask of a Team, without ranks that talk to each other."""
-    import torch
     return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), dtype=torch.float32,
                            on_gpu=False, wait=lambda: None)
 
 
 def fake_run(cfg, model=None, data=None, team=None, log=lambda *_, **event: None, folder=Path(), **given):
     """A Run of what a test needs of it."""
-    import train_gpt
     return train_gpt.Run(cfg, cfg, team or fake_team(), log, data, None, "", folder, model=model, **given)
 
 

@@ -292,24 +292,17 @@ def test_constants_of_other_recipes(preset):
 
 def test_the_loops_of_golf_plus():
     """They are a column of its stages; one constant turns them off, either way."""
-    golf_plus = {"PRESET": "golf_plus"}
-
     def orders(**settings):
-        cfg = load_config(golf_plus | settings)
-        found = []
-        for stage in cfg.stages():
-            order = cfg.layer_order(stage)
+        cfg = load_config({"PRESET": "golf_plus"} | settings)
+        found = [cfg.layer_order(stage) for stage in cfg.stages()]
+        for stage, order in zip(cfg.stages(), found):
             passes = [layer.passes for layer in plan.layers_of(cfg, stage)]
             assert passes == [order.count(i) for i in range(cfg.num_layers)]
-            found.append(order)
         return found
 
-    assert orders(LOOP_LAYERS="0") == orders(LOOP_SCHEDULE="0") == 2 * [list(range(11))]
-    assert orders(LOOP_LAYERS="10,30", LOOP_SCHEDULE="1,0") == [[*range(11), 10], list(range(11))]
+    assert orders(LOOP_LAYERS="0") == orders(LOOP_SCHEDULE="0") == 2 * [[*range(11)]]
+    assert orders(LOOP_LAYERS="10,30", LOOP_SCHEDULE="1,0") == [[*range(11), 10], [*range(11)]]
     assert orders(NUM_LAYERS="3") == 2 * [[0, 1, 2]]
-    assert "loop_schedule=0,1,2: golf_plus has 2 stages" in refusal(golf_plus | {"LOOP_SCHEDULE": "0,1,2"})
-    for text in ("5,4", "4", "1,2,3", "0,0,1"):
-        assert f"loop_layers={text} must" in refusal(golf_plus | {"LOOP_LAYERS": text})
 
 
 def test_names():
@@ -361,15 +354,12 @@ def test_environment_flag_and_edit_are_the_same_config(name):
     assert train_gpt.parse_value(FIELDS[name], show(value)) == value
 
 
-def test_spellings_and_an_edit_of_the_file(tmp_path):
+def test_an_edit_of_the_file(tmp_path):
     path = planted(tmp_path, "    matrix_lr: float = option(0.03, \"Muon: matrices of the blocks",
                    "    matrix_lr: float = option(0.0375, \"Muon: matrices of the blocks")
-    wanted = dataclasses.asdict(load_module(path, "edited").load_config({}))
+    edited = vars(load_module(path, "edited").load_config({}))
     del sys.modules["edited"]
-    assert wanted["matrix_lr"] == 0.0375
-    for env, argv in (({"MATRIX_LR": "0.0375"}, []), ({"MATRIX_LR": "3.75e-2"}, []),
-                      ({}, ["--matrix-lr=0.0375"]), ({"MATRIX_LR": "9"}, ["--matrix-lr", "0.0375"])):
-        assert dataclasses.asdict(load_config(env, argv)) == wanted
+    assert edited == vars(load_config({"MATRIX_LR": "3.75e-2"})) and edited["matrix_lr"] == 0.0375
 
 
 def test_default_preset_environment_flag():
@@ -522,8 +512,8 @@ def test_unknown_arguments_are_refused(argv, sentence):
     ("PRESET=gpt2 VALUE_GATE_DIM=2000", "value_gate_dim=2000 1664"),
     ("PRESET=gpt2_plus SMEAR_DIM=2000", "smear_dim=2000 1536"),
     ("PRESET=gpt2 SEQ_SCHEDULE=1,2", "packing=best_fit 4096"),
-    ("PRESET=golf_plus LOOP_LAYERS=3", "loop_layers=3"),
-    ("PRESET=golf_plus LOOP_LAYERS=5,4", "loop_layers=5,4"),
+    *(("PRESET=golf_plus LOOP_LAYERS=" + text, f"loop_layers={text} must") for text in ("4", "5,4", "0,0,1")),
+    ("PRESET=golf_plus LOOP_SCHEDULE=0,1,2", "loop_schedule=0,1,2 golf_plus 2 stages"),
     ("PRESET=speedrun SMEAR_DIM=769", "smear_dim=769 model_dim=768"),
     ("PRESET=speedrun ATTN_GATE_DIM=769", "attn_gate_dim=769 model_dim=768"),
     ("PRESET=speedrun WINDOW_PATTERN=SPL", "SPL"),
@@ -579,18 +569,13 @@ def test_help_lists_the_constants_of_a_preset(argv, env, preset, capsys, monkeyp
     assert set(texts) == {flag(name) for name in [*vars(cfg), *cfg.aliases.values()]}
     for f in fields(cfg):
         text = texts[flag(f.name)]
-        alias = cfg.aliases.get(f.name)
-        assert alias is None or texts[flag(alias)].split()[1:] == text.split()[1:]
-        assert f.metadata["doc"] and text.endswith(f"[{show(f.default)}]")
-        for word in (" ".join(f.metadata["doc"].split()), *f.metadata["choices"]):
-            assert word in text
+        words = [" ".join(f.metadata["doc"].split()), *f.metadata["choices"]]
+        assert words[0] and all(word in text for word in words) and text.endswith(f"[{show(f.default)}]")
     assert "(0 to 10)" in texts["--matrix-lr"] and "(0 or 1)" in texts["--compile"]
     assert "(text)" in texts["--run-id"]
 
 
-# -------------------------------------------------------------------------------- the file itself
-
-
+# -------------------------------------------------------------------------------- the process
 def test_an_errors_folders_are_left_out():
     """They name the machine; what is relative stays."""
     for error, line in (
@@ -613,21 +598,11 @@ def test_the_environment_is_what_is_given(monkeypatch):
     assert load_config({}) == train_gpt.preset_config("tiny")
 
 
-def test_a_signal_that_a_shell_ignores_stays_ignored():
+def test_a_signal_that_a_shell_ignores_stays_ignored(monkeypatch):
     """As it is for `command &` in a script, in training, too."""
-    def handler(*_):
-        pass
-
-    before = {number: signal.getsignal(number) for number in train_gpt.SIGNALS}
-    try:
-        for number in train_gpt.SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for given in ([], [handler]):
-            train_gpt.catch_signals(*given)
-            found = [signal.getsignal(number) for number in train_gpt.SIGNALS]
-            others = given[0] if given else signal.default_int_handler
-            assert found == [signal.SIG_IGN, others, others]
-    finally:
-        for number, its in before.items():
-            signal.signal(number, its)
+    now = dict.fromkeys(train_gpt.SIGNALS, signal.SIG_DFL) | {signal.SIGINT: signal.SIG_IGN}
+    monkeypatch.setattr(signal, "getsignal", now.get)
+    monkeypatch.setattr(signal, "signal", now.__setitem__)
+    for given, others in (([], signal.default_int_handler), ([print], print)):
+        train_gpt.catch_signals(*given)
+        assert [now[number] for number in train_gpt.SIGNALS] == [signal.SIG_IGN, others, others]

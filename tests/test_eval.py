@@ -19,7 +19,7 @@ import torch
 
 import train_gpt
 from helpers import (
-    ROOT, SCRIPT, TOY, fake_run, fake_team, init_parameters, look, run_cli, slow, toy_config, toy_of)
+    ROOT, SCRIPT, TOY, fake_run, fake_team, look, run_cli, slow, toy_config, toy_of)
 from train_gpt import (
     RECIPES, Refused, Tiny, evaluate, fields, kind_of, log_probs, loss_name, pack_artifact, preset_config)
 
@@ -99,13 +99,12 @@ def toy(tiny_data):
 
 
 @pytest.mark.parametrize("settings, tokens", [
-    ({}, 211), ({}, 193), ({}, 17), ({}, 20), (dict(eval_context=40), 211), (dict(eval_context=5), 30),
-    (dict(eval_stride=4), 211), (dict(eval_stride=16), 100), (dict(eval_stride=1), 70),
-    (dict(eval_context=40, eval_stride=9), 211),
-    (dict(window_pattern="SL", window_schedule=(8,), eval_context=32, eval_stride=8), 120),
-    (dict(preset="golf_plus", loop_layers=(0, 1)), 100),
+    ({}, 161), ({}, 17), ({}, 20), (dict(eval_context=40), 100), (dict(eval_context=5), 30),
+    (dict(eval_stride=4), 100), (dict(eval_stride=1), 70), (dict(eval_context=40, eval_stride=9), 100),
+    (dict(window_pattern="SL", window_schedule=(8,), eval_context=32, eval_stride=8), 80),
+    (dict(preset="golf_plus", loop_layers=(0, 1)), 50),
     (dict(preset="speedrun", window_schedule=(4, 8, 8, 8), window_block=4, eval_window=12, max_doc_len=9,
-          bos_id=1, skip_layers=(0, 1), seq_schedule=(1,)), 100)])
+          bos_id=1, skip_layers=(0, 1), seq_schedule=(1,)), 50)])
 def test_evaluate_equals_reference(toy, settings, tokens, monkeypatch):
     """The tail is no multiple of the row, strides do not divide contexts, every target counts once; so it
     does where ranks share the rows, in batches of any size, and where the logits of a batch are made in
@@ -125,20 +124,6 @@ def test_evaluate_equals_reference(toy, settings, tokens, monkeypatch):
     assert evaluate(model, cfg, data, fake_team()) == pytest.approx(want, rel=1e-6)
     parts = [evaluate(model, cfg, data, fake_team(rank, 3)).val_loss for rank in range(3)]
     assert sum(parts) == pytest.approx(nats.mean(), rel=1e-6)
-
-
-def test_score_of_a_uniform_guess(toy):
-    """Zero lm_head: every token has probability 1/512, whatever the text. Nothing is drawn or changed."""
-    cfg = replace(toy.cfg, mixture=False)
-    model = cfg.make_model()
-    init_parameters(model, 0)
-    before = [p.detach().clone() for p in model.parameters()]
-    state = torch.get_rng_state()
-    score = evaluate(model, cfg, toy.data, fake_team())
-    assert score.val_loss == pytest.approx(math.log(512), rel=1e-6)
-    assert score.val_bpb == pytest.approx(9 * 210 / 400, rel=1e-6)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
-    assert all(p.grad is None for p in model.parameters()) and torch.equal(state, torch.get_rng_state())
 
 
 def test_part_of_the_split_has_no_bpb(toy):
@@ -162,7 +147,7 @@ def quantized(w, step, floor, levels=127):
 
 
 @pytest.mark.parametrize("step, floor", [(0, 0.0), (0, 1 / 127), (0.05, 0.0), (0.3, 0.0), (1.0, 0.0)])
-@pytest.mark.parametrize("rows, columns", [(12, 700), (6, 1), (6, 2), (4, 700_000)])
+@pytest.mark.parametrize("rows, columns", [(12, 700), (6, 1), (6, 2), (4, 70_000)])
 def test_quantize_rows_equals_numpy(rows, columns, step, floor):
     """By the clipped maximum of each row, but no scale is below the floor, and rounding goes by it before it
     is stored as fp16; or by a step of so much of the rms, as stored; what lies beyond 127 is clipped. Rows of
@@ -261,20 +246,21 @@ def test_sizes_and_limits_of_artifacts(tmp_path, monkeypatch):
     no artifact. What is larger is rounded further: test_plus.py."""
     monkeypatch.setattr(train_gpt, "script_source", lambda: bytes(50))
     small = dict(artifact_keep=4096, model_dim=128, artifact_codec="zlib")
-    models = [randomised(wide_config("golf_plus", artifact_step=step, artifact_embed_step=step, **small))
-              for step in (0.1, 0.25)]
-    sizes = [len(packed_by_recipe(model)) for model in models]
-    assert sizes[1] < 0.85 * sizes[0]
-    for limit, fits in ((0, True), (sizes[0] + 50, True), (60, False)):
+    model, coarser = (
+        randomised(wide_config("golf_plus", artifact_step=step, artifact_embed_step=step, **small))
+        for step in (0.1, 0.25))
+    size = len(packed_by_recipe(model))
+    assert len(packed_by_recipe(coarser)) < 0.85 * size
+    for limit, fits, word in ((0, True, "none"), (size + 50, True, size + 50), (60, False, "60, OVER")):
         said = []
-        cfg = replace(models[0].cfg, artifact_bytes_limit=limit)
-        run = fake_run(cfg, models[0], log=lambda *lines, **event: said.extend(lines), folder=tmp_path)
+        run = fake_run(replace(model.cfg, artifact_bytes_limit=limit), model, folder=tmp_path,
+                       log=lambda *lines, **event: said.extend(lines))
         train_gpt.write_and_read_back(run)
-        assert run.report == dict(bytes_model=sizes[0], bytes_total=sizes[0] + 50, artifact_within_limit=fits)
-        assert said[-1].endswith(f"limit {limit or 'none'}" if fits else f"limit {limit}, OVER")
-    models[0].head.data[0, 0] = 1e8
+        assert run.report == dict(bytes_model=size, bytes_total=size + 50, artifact_within_limit=fits)
+        assert said[-1].endswith(f"limit {word}")
+    model.head.data[0, 0] = 1e8
     with pytest.raises(Refused, match="the weights outgrew the artifact's fp16"):
-        pack_artifact(models[0])
+        pack_artifact(model)
 
 
 # -------------------------------------------------------------------------------- one run

@@ -21,15 +21,10 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import ROOT, TOY, look, run_cli, toy_of, wait_until
+from helpers import ROOT, TOY, look, run_cli, slow, toy_of, wait_until
 from train_gpt import Refused, read_file
 
 pytestmark = pytest.mark.faults
-
-
-def slow(*values):
-    """A case that only `-m faults` and `-m slow` run."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def slow_in_ci(*values):
@@ -149,14 +144,13 @@ def test_killed_at_a_moment(row, moment, go, whole):
     assert through(go, whole, "kill", [PLACED[row]]) == []
 
 
-def strike(folder, number, draw, latest):
-    """-> act of a run: the signal, at a random moment after its first checkpoint."""
+def strike(folder, number, seconds):
+    """-> act of a run: the signal, so long after its first checkpoint."""
     def act(process):
-        while process.poll() is None and not (folder / "checkpoint.pt").exists():
-            time.sleep(0.002)
-        time.sleep(draw.uniform(0, latest))
+        wait_until(lambda: process.poll() is not None or (folder / "checkpoint.pt").exists())
+        time.sleep(seconds)
         if process.poll() is None:
-            os.kill(process.pid, number)
+            process.send_signal(number)
     return act
 
 
@@ -169,10 +163,10 @@ def test_at_twenty_moments(what, number, go, root, whole):
     draw = random.Random(seed)
     wrong = through(go, whole, what, PLACED)
     struck = 0
-    for attempt in range(200):
+    while struck < 5:
         settings = draw.choice([PLAIN, STAGES, AVERAGED])
-        run_id = f"{what}{attempt}"
-        act = strike(root / "logs" / run_id, number, draw, whole(settings).seconds / 2)
+        run_id = f"{what}{draw.random()}"
+        act = strike(root / "logs" / run_id, number, draw.uniform(0, whole(settings).seconds / 2))
         done = go(settings, act=act, RUN_ID=run_id)
         if done.code == 0:      # it had ended before
             continue
@@ -180,9 +174,7 @@ def test_at_twenty_moments(what, number, go, root, whole):
         if what == "term" and done.last not in (f"RESUME={run_id}", "interrupted"):
             wrong.append(done.last)
         wrong += differences(go({}, resume=run_id), whole(settings))
-        if struck == 5:
-            break
-    assert wrong == [] and struck == 5
+    assert wrong == []
 
 
 @pytest.mark.slow
@@ -238,12 +230,6 @@ def test_a_signal_in_setup(name, go):
     assert done.err == "train_gpt: interrupted\n"
 
 
-def wait_for(text, log, process):
-    """Until the log of a process has it."""
-    while process.poll() is None and not (log.exists() and text in log.read_text(errors="replace")):
-        time.sleep(0.002)
-
-
 # ---------------------------------------------------------------- ranks that die or hang
 GONE = r"rank {}: another rank is gone or hangs \(.*\)"
 
@@ -263,7 +249,7 @@ def test_a_rank_is_killed(rank, go, whole):
     ("stop@step:8@1", 0), slow("hang@update:8@0", 1), slow("stop@save:2@1", 0)])
 def test_a_rank_hangs(fault, other, go, whole):
     """The other one waits for it as long as collectives do, and ends."""
-    done = go(PLAIN, fault, ranks=2, grace=0, TIMEOUT="5")
+    done = go(PLAIN, fault, ranks=2, grace=0, TIMEOUT="3")
     assert done.met and done.codes == ([1, -9] if fault.endswith("1") else [-9, 1])
     assert re.fullmatch(GONE.format(other), done.last), done.last
     goes_on(go, whole, done, ranks=2)
@@ -357,7 +343,8 @@ def test_torchrun_ends_and_leaves_no_rank(number, root):
     torchrun = subprocess.Popen([*words, train_gpt.__file__], cwd=root, env=env, stdout=subprocess.DEVNULL,
                                 stderr=subprocess.DEVNULL)
     try:
-        wait_for("step:10/", root / "logs" / run_id / "train.log", torchrun)
+        log = root / "logs" / run_id / "train.log"
+        wait_until(lambda: log.exists() and "step:10/" in log.read_text(errors="replace"))
         assert len(processes_of(run_id)) >= 3
         torchrun.send_signal(number)
         torchrun.wait()
@@ -504,7 +491,7 @@ def test_weights_that_are_not_finite_are_not_saved(go):
 
 
 # ---------------------------------------------------------------- files
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     """Also where torch hides the disk's error behind its own; what was there stays, and nothing else."""
     path = tmp_path / "file"
     train_gpt.write_atomically(path, lambda file: file.write(b"old"))
@@ -512,9 +499,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     class Full(io.RawIOBase):
         def write(self, content):
             raise OSError(28, "No space left on device")
-
-    def fsync(number):
-        raise OSError(5, "Input/output error")
 
     def interrupted(file):
         file.write(b"ne")
@@ -528,10 +512,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
             train_gpt.write_atomically(path, write)
         assert path.read_bytes() == b"old" and [*tmp_path.iterdir()] == [path]
         assert write is interrupted or train_gpt.explain(caught.value).startswith("the disk is full")
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OSError, match="Input/output"):
-        train_gpt.write_atomically(path, lambda file: file.write(b"new"))
-    assert path.read_bytes() == b"old" and [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.parametrize("fault", [
@@ -554,34 +534,6 @@ def test_a_folder_that_is_removed(go):
     assert "No such file" in said
 
 
-@pytest.mark.parametrize("room", [0.5, slow(1.5)])
-def test_a_disk_that_is_full(room, go, killed, tmp_path, tiny_data):
-    """A small file system: room for the log and for so many checkpoints. What it holds is whole, the reason
-    is the log's last line, and with more room a run that has a checkpoint goes on."""
-    logs = tmp_path / "logs"
-    checkpoint = (killed.folder / "checkpoint.pt").stat().st_size
-    logs.mkdir()
-    (tmp_path / "data").symlink_to(tiny_data / "data")
-    size = 2 * len(train_gpt.script_source()) + 64 * 1024 + int(room * checkpoint)
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(logs)],
-                           capture_output=True, text=True)
-    if mount.returncode:
-        pytest.skip(f"no file system can be mounted here: {mount.stderr.strip()}")
-    try:
-        done = go(PLAIN, cwd=tmp_path, RUN_ID="full")
-        said = done.err.strip().removeprefix("train_gpt: ")
-        assert done.code == 1 and said.startswith("the disk is full: free some GB ("), done.err
-        assert done.last == said and done.result is None
-        subprocess.run(["mount", "-o", "remount,size=50m", str(logs)], check=True)
-        again = go({}, resume="full", cwd=tmp_path)
-        if room > 1:
-            assert again.code == 0 and again.result["resumed"], again.err
-        else:
-            refused(again, "there is no logs/full/checkpoint.pt")
-    finally:
-        subprocess.run(["umount", "-l", str(logs)])
-
-
 @pytest.mark.parametrize("fault, code", [
     ("shrink@step:8", -signal.SIGBUS), slow("eio@read:70", 1), slow_in_ci("delete@step:6", 0)])
 def test_a_shard_that_turns_unreadable(fault, code, go, whole, tiny_data, tmp_path):
@@ -592,16 +544,13 @@ def test_a_shard_that_turns_unreadable(fault, code, go, whole, tiny_data, tmp_pa
     done = go(ordered, fault, cwd=tmp_path)
     want = whole(ordered)
     assert done.met and done.code == code
-    if code:
-        said = "Input/output error" if code == 1 else "SIGBUS"
-        assert code < 0 or said in one_sentence(done)
-        shutil.rmtree(tmp_path / "data")
-        shutil.copytree(tiny_data / "data", tmp_path / "data")
-        assert differences(go({}, resume=done.run_id, cwd=tmp_path), want) == []
-        said += "; resumed bit-identical with the shard back"
-    else:
-        said = "it goes on, bit-identical"
+    if code == 0:
         assert (done.weights, done.losses) == (want.weights, want.losses)
+        return
+    assert code < 0 or "Input/output error" in one_sentence(done)
+    shutil.rmtree(tmp_path / "data")
+    shutil.copytree(tiny_data / "data", tmp_path / "data")
+    assert differences(go({}, resume=done.run_id, cwd=tmp_path), want) == []
 
 
 # ---------------------------------------------------------------- scores

@@ -5,7 +5,6 @@ By default a sample; `-m fuzz` runs many times as many cases. A case comes from 
 failed test printed last, as `drawn_run(7)`, repeats it.
 """
 import contextlib
-import csv
 import io
 import json
 import math
@@ -16,12 +15,13 @@ from collections import Counter
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import train_gpt
 from data import prepare
+from helpers import toy_of
+from test_faults import PLAIN, STAGES
+from test_plus import GAMES
 from test_prepare import ALPHABETS, read_documents
 from train_gpt import RECIPES, Refused, load_config, show
 
@@ -130,64 +130,13 @@ def test_load_config_takes_any_texts(times):
 
 
 # -------------------------------------------------------------------------------- configurations that train
-def smallest(rng):
-    """Of every game, so that a step takes milliseconds. What costs time or memory is never drawn large: the
-    trainer believes who asks for more than a machine holds."""
-    heads = rng.choice((1, 2, 4))
-    T = rng.choice((2, 8, 32, 64))
-    preset = rng.choice([*RECIPES])
-    layers = rng.randint(1, 4)
-    if preset == "speedrun_plus":       # pairs of heads, layers that name each other
-        heads = 2
-        layers = 11
-    return dict(
-        preset=preset, data_path="data/datasets/toy", data_fingerprint="", tokenizer_path="", device="cpu",
-        compile=False, vocab_size=0, num_layers=layers, model_dim=16 * heads, num_heads=heads,
-        num_kv_heads=rng.choice((0, 1, heads)), value_gate_dim=rng.choice((2, 16)),
-        smear_dim=rng.choice((0, 1, 16)),
-        train_seq_len=T, batch_schedule=(1,), seq_schedule=(1,), train_batch_tokens=T * rng.randint(1, 4),
-        bigram_rows=rng.choice((0, 1, 7, 512)), count_orders=rng.choice(((0,), (1, 3))),
-        count_words=rng.choice(((0,), (1, 5))), count_bits=12,
-        copy_orders=rng.choice(((0,), (2,))), qk_dim=rng.choice((4, 12)), mudd_dim=rng.choice((1, 8)),
-        mudd_gate_dim=rng.choice((1, 8)), bigram_sign_rows=rng.choice((0, 8)), gptq_batches=rng.randint(0, 2),
-        loop_layers=rng.choice(((0,), (0, 0), (1, 2), (3, 9))),
-        val_tokens=rng.randint(2, 400), iterations=rng.randint(1, 3), extension_iterations=rng.randint(0, 1),
-        warmup_steps=rng.randint(0, 2), core=False, core_metric_every=0, depth=0,
-        target_param_data_ratio=0.0, target_flops=0.0, max_wallclock_seconds=0.0, eval_from="", resume="")
-
-
-def drawn_together(rng, preset, T):
-    """[constants that only go together]"""
-    own = fields_of(RECIPES[preset])
-    if preset == "golf":
-        return [{}, {}]
-    rows = len(RECIPES[preset]().stages())
-    n = rng.randint(1, 3) if rows == 1 else rng.choice((1, rows))
-    block = rng.choice((1, 1, 2, 16))
-    least = own["window_schedule"].metadata["least"] if "window_schedule" in own else 0
-    windows = dict(
-        window_block=block, eval_window=block * rng.choice((least, 1, 2, 5)),
-        window_schedule=tuple(block * rng.choice((least, 1, 2, 3)) for _ in range(n)),
-        doc_schedule=tuple(rng.choice((5, 20, 1000)) for _ in range(n)),
-        loop_schedule=tuple(rng.choice((0, 1, 3)) for _ in range(n)),
-        batch_schedule=tuple(rng.randint(1, 3) for _ in range(rng.choice((1, n)))))
-    count = rng.randint(1, 3)
-    rates = dict(
-        lr_schedule=tuple(round(rng.uniform(0.001, 2), 3) for _ in range(count)),
-        lr_switches=(0.0, *sorted(round(rng.random(), 2) for _ in range(count - 1))))
-    context = rng.choice((0, 2, T, 2 * T, 100))
-    evaluation = {"eval_context": context} | {
-        name: rng.choice((0, max(1, context // 4), context))
-        for name in ("eval_stride", "eval_sliding")}
-    packing = rng.choice(own["packing"].metadata["choices"])
-    longer = rng.choice((1, 2)) if packing == "documents" else 1
-    lengths = dict(
-        packing=packing, shuffle=packing == "rows" and rng.random() < 0.5,
-        seq_schedule=(longer,), train_batch_tokens=T * longer * rng.randint(1, 4))
-    skips = dict(skip_layers=tuple(sum((sorted(rng.sample(range(7), 2)) for _ in range(count)), [])))
-    horizon = rng.choice((dict(iterations=2), dict(target_param_data_ratio=1e-6), dict(target_flops=1.0)))
-    return [windows, rates, evaluation, lengths, {} if preset == "speedrun_plus" else skips,
-            dict(depth=rng.randint(1, 2), vocab_size=512) | horizon]
+NO_DIAL = dict(DEPTH="0", TARGET_PARAM_DATA_RATIO="0", CORE="0")
+FEW = dict(ITERATIONS="2", VAL_TOKENS="300", SAVE_EVERY="0", VAL_LOSS_EVERY="0")
+# Of every game, so that a step takes milliseconds. What costs time or memory is never drawn large: the
+# trainer believes who asks for more than a machine holds.
+SMALLEST = GAMES | {
+    "tiny": PLAIN, "golf": toy_of("golf"), "speedrun": STAGES, "gpt2": toy_of("gpt2", **NO_DIAL),
+    "speedrun_plus": GAMES["speedrun_plus"] | dict(FP8="off", TRAIN_BATCH_TOKENS="64")}
 
 
 RATES = ("matrix_lr", "embed_lr", "head_lr", "tied_embed_lr", "scalar_lr")
@@ -199,9 +148,25 @@ DRAWN_FROM = {  # where the whole range of a constant would take too long, refus
     "core_bundle": ("", "nowhere"), "window_pattern": ("L", "LS", "SSL", "0SL", "S-L", "-", "0"),
     "dc_window": (0, 1, 20), "max_doc_len": (0, 5, 20, 2048), "fp8_head_most": ((0.01, 1.0, 100.0),),
     "value_embed_layers": ((0,), (1,), (1, 2, 0), (9, 1), (0, 3)), "attn_gate_dim": (0, 1, 16),
+    "num_layers": (1, 2, 3, 4), "num_heads": (1, 2, 4), "num_kv_heads": (0, 1, 2),
+    "train_seq_len": (2, 32, 64), "train_batch_tokens": (64, 256, 320), "val_tokens": (2, 100, 399),
+    "iterations": (1, 2, 3),
+    "extension_iterations": (0, 1), "warmup_steps": (0, 1, 2), "bigram_rows": (0, 1, 7, 512),
+    "count_orders": ((0,), (1, 3)), "count_words": ((0,), (1, 5)), "count_bits": (12,),
+    "copy_orders": ((0,), (2,)), "qk_dim": (4, 12), "mudd_dim": (1, 8), "mudd_gate_dim": (1, 8),
+    "bigram_sign_rows": (0, 8), "gptq_batches": (0, 1, 2), "loop_layers": ((0,), (0, 0), (1, 2), (3, 9)),
+    "loop_schedule": ((0,), (0, 1), (3, 1)), "value_gate_dim": (2, 16), "smear_dim": (0, 1, 16),
+    "window_block": (1, 2), "window_schedule": ((0,), (16,), (2, 4), (4, 8, 8, 16)),
+    "eval_window": (0, 2, 32),
+    "doc_schedule": ((20,), (5, 20, 20, 1000)), "batch_schedule": ((1,), (3,), (1, 2)),
+    "seq_schedule": ((1,), (2,)), "stage_starts": ((), (0.0, 0.5)), "lr_schedule": ((1.5,),),
+    "lr_switches": ((0.0,),), "eval_context": (0, 2, 64, 100), "eval_stride": (0, 1, 16),
+    "eval_sliding": (0, 2, 64), "skip_layers": ((0,), (0, 1), (1, 3, 0, 5)), "depth": (0, 1),
+    "target_flops": (0.0, 1.0), "target_param_data_ratio": (0.0, 1e-6), "next_targets": (1, 3),
     "max_wallclock_seconds": (0.0, 1e-6, 1e7), "weight_decay": (0.0, 0.1, 100.0),
     **dict.fromkeys(RATES, (0.0, 1e-6, 0.003, 0.1))}
 
+ELSEWHERE = {"core_metric_every", "eval_from", "resume"}     # they need more than a Config
 PATTERNS = dict(tiny="LS-", speedrun="LS-0", gpt2="LS", gpt2_plus="LS")     # kinds of layers
 # Numbers of layers, which name each other; test_speedrun_plus.py says what is refused
 TOPOLOGY = {"window_pattern", "value_embed_layers", "xsa_layers", "head_gate_layers", "skip_layers",
@@ -216,31 +181,22 @@ def in_range(f, value):
 
 
 def drawn_run(number):
-    """A configuration of this number, {constant: value}: the smallest, with many other constants of its
-    recipe drawn."""
+    """A configuration of this number, {constant: text}: the smallest, with many other constants of its recipe
+    drawn."""
     rng = random.Random(f"run {number}")
-    cfg = smallest(rng)
-    preset = cfg["preset"]
-    own = fields_of(RECIPES[cfg["preset"]])
-    groups = drawn_together(rng, preset, cfg["train_seq_len"])
-    elsewhere = {*cfg, *(name for group in groups for name in group)}
-    free = [name for name in own if name not in elsewhere or name in DRAWN_FROM]
+    preset = rng.choice([*RECIPES])
+    own = fields_of(RECIPES[preset])
+    texts = {name.lower(): text for name, text in (SMALLEST[preset] | FEW).items()}
+    texts = {name: text for name, text in texts.items() if name in own} | {"preset": preset}
+    free = [name for name in own if name in DRAWN_FROM or name not in {*texts} | ELSEWHERE]
     if preset == "speedrun_plus":
         free = [name for name in free if name not in TOPOLOGY]
     for name in rng.sample(free, min(len(free), rng.choice((3, 10, 25)))):
         some = [value for value in DRAWN_FROM.get(name, ()) if in_range(own[name], value)]
         if name == "window_pattern":
             some = [value for value in some if not {*value} - {*PATTERNS[preset]}]
-        cfg[name] = rng.choice(some) if some else value_of(rng, own[name])
-    for group in rng.sample(groups, 2):
-        cfg |= group
-    if "depth" in own and (cfg["target_flops"] or cfg["target_param_data_ratio"]):
-        del cfg["iterations"]
-    cfg = {name: value for name, value in cfg.items() if name in own}
-    for name, value in cfg.items():
-        if not in_range(own[name], value):
-            cfg[name] = 512 if name == "vocab_size" else own[name].metadata["least"]
-    return cfg
+        texts[name] = show(rng.choice(some) if some else value_of(rng, own[name]))
+    return texts
 
 
 def call_main(argv, env):
@@ -254,37 +210,29 @@ def call_main(argv, env):
     return SimpleNamespace(code=code, out=out.getvalue(), err=err)
 
 
-def check_result(cfg):
+def check_result(argv, env):
     """The only run folder holds a finite loss after all steps, with the constants that were given."""
     folder, = Path("logs").iterdir()
     result = json.loads((folder / "result.json").read_text())
-    config = result["config"]
-    steps = int(config["iterations"]) + int(config.get("extension_iterations", 0))
+    asked = load_config(env, argv)
     assert math.isfinite(result["val_loss"] or result["val_loss_partial"])
-    assert result["steps"] == steps or result["stop_reason"] in ("wallclock_cap", "max_epochs")
-    for name in {*cfg} - {"run_id", "bos_id", "vocab_size"}:
-        assert config[name] == show(cfg[name]), name
-
-
-@pytest.fixture
-def workplace(tiny_data, tmp_path, monkeypatch):
-    """tiny_data as the current folder; nothing that is drawn writes to it."""
-    (tmp_path / "data").symlink_to(tiny_data / "data")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    assert result["steps"] == train_gpt.total_steps(asked) or result["stop_reason"] in (
+        "wallclock_cap", "max_epochs")
+    for name, value in vars(asked).items():
+        assert name in ("run_id", "bos_id", "vocab_size") or result["config"][name] == show(value), name
 
 
 @sample_or_all
-def test_configurations_train_as_asked(times, workplace):
+def test_configurations_train_as_asked(times, root, monkeypatch):
+    monkeypatch.chdir(root)
     codes = Counter()
     for case in range(10 * times if times > 1 else 5):
-        cfg = drawn_run(case)
-        argv, env = spelled(random.Random(case), {name: show(value) for name, value in cfg.items()})
+        argv, env = spelled(random.Random(case), drawn_run(case))
         print(f"drawn_run({case}): {argv} {env}")
         done = call_main(argv, env)
         codes[done.code] += 1
         if done.code == 0:
-            check_result(cfg)
+            check_result(argv, env)
         elif done.code == 1:
             assert "learning rates" in done.err
         else:
@@ -303,7 +251,7 @@ LETTERS = [*ALPHABETS, "etaoin shrdlu", "日本語一二三。", "0123456789.,- 
 
 
 def drawn_corpus(number):
-    """(texts, form, vocabulary) of this number: from a few alphabets, in which any letter may be rare."""
+    """(texts, vocabulary) of this number: from a few alphabets, in which any letter may be rare."""
     rng = random.Random(f"corpus {number}")
     letters = [*dict.fromkeys("".join(rng.sample(LETTERS, rng.randint(1, 3))))]
     weights = [rng.choice((1, 1, 10, 1000, 0.001)) for _ in letters]
@@ -316,24 +264,7 @@ def drawn_corpus(number):
     if rng.random() < 0.3:
         texts.append("".join(rng.choices("".join(LETTERS), k=50)))      # what the others may lack
     vocab_size = rng.choice((1, 259, 260, 261, 262, 270, 300, 400, 1024, 5000, 65_537))
-    return texts, rng.choice(("jsonl", "csv", "json", "parquet", "--parquet")), vocab_size
-
-
-def write_corpus(folder, texts, form):
-    """The texts in a file of that form -> words of the command line."""
-    path = folder / f"x.{form.strip('-')}"
-    if "parquet" in form:
-        pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=7)
-    elif form == "csv":
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([["text"], *([text] for text in texts)])
-    else:
-        rows = [json.dumps({"text": text}) for text in texts]
-        path.write_text("[" + ",".join(rows) + "]" if form == "json" else "\n".join(rows))
-    if form != "--parquet":
-        return ["--text", path]
-    pq.write_table(pa.table({"text": ["val a b  c", *texts[:1]]}), folder / "val.parquet")
-    return ["--parquet", path, "--val", folder / "val.parquet", "--processes", 1]
+    return texts, vocab_size
 
 
 @sample_or_all
@@ -342,12 +273,13 @@ def test_corpora_decode_to_themselves(times, tmp_path):
     refused in a sentence of ours, and the sizes that it names are possible."""
     outcomes = Counter()
     for case in range(12 * min(times, 40)):
-        texts, form, vocab_size = drawn_corpus(case)
-        print(f"drawn_corpus({case}): {len(texts)} texts, {form}, {vocab_size}")
+        texts, vocab_size = drawn_corpus(case)
+        print(f"drawn_corpus({case}): {len(texts)} texts, {vocab_size}")
         folder = tmp_path / str(case)
         folder.mkdir()
-        wanted = {*texts} - {""} | ({"val a b  c"} if form == "--parquet" else set())
-        command = [*write_corpus(folder, texts, form), "--name", "toy", "--out", folder]
+        path = folder / "x.jsonl"
+        path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+        command = ["--text", path, "--name", "toy", "--out", folder]
         code, said = prepared([*command, "--vocab-size", vocab_size])
         while code == 2 and (possible := re.search(r"possible size is (\d+)", said)):
             outcomes["another size"] += 1
@@ -355,7 +287,7 @@ def test_corpora_decode_to_themselves(times, tmp_path):
             code, said = prepared([*command, "--vocab-size", possible[1]])
         outcomes[code] += 1
         if code == 0:
-            outcomes["cut"] += check_kept(folder, wanted)
+            outcomes["cut"] += check_kept(folder, {*texts} - {""})
         else:
             assert code == 2 and "INTERNAL" not in said
             reasons = ("65536", "leave nothing for train", "leaves no document", "no text", "too little")

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
 
@@ -25,23 +26,23 @@ LATER = WHOLE.replace('matrix_lr: float = option(0.02, "Muon: matrices of the bl
                       'matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)\n    tied')
 
 
+def commit(folder):
+    """All files of a folder, in its own repository -> the commit."""
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *words], cwd=folder, check=True)
+    return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True).strip()
+
+
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
     """(folder, its commits): train_gpt.py and tools/ of today, then with another rate of the two golfs."""
     folder = tmp_path_factory.mktemp("repository")
     commits = []
     shutil.copytree(ROOT / "tools", folder / "tools", ignore=shutil.ignore_patterns("__pycache__"))
-
-    def git(*words):
-        command = ["git", "-c", "user.name=x", "-c", "user.email=x", *words]
-        return subprocess.run(command, cwd=folder, check=True, capture_output=True).stdout.decode()
-
-    git("init", "-q")
     for text in (WHOLE, LATER):
         (folder / "train_gpt.py").write_text(text, encoding="utf-8")
-        git("add", ".")
-        git("commit", "-q", "-m", "x")
-        commits.append(git("rev-parse", "HEAD").strip())
+        commits.append(commit(folder))
     return folder, commits
 
 
@@ -88,14 +89,11 @@ def test_a_script_by_the_tool_of_an_older_commit(tmp_path, monkeypatch):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools/script.py").write_text(source.replace("parents[2]", "parents[1]"), encoding="utf-8")
     (tmp_path / "train_gpt.py").write_text(WHOLE, encoding="utf-8")
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "older"]):
-        subprocess.run([*git, *words], cwd=tmp_path, check=True)
     monkeypatch.setattr(scripts, "ROOT", tmp_path)
-    commit = scripts.git("rev-parse", "HEAD").decode().strip()
+    older = commit(tmp_path)
     scripts.made_at.cache_clear()
-    assert scripts.made_at(commit, "golf") == of("golf")
-    assert scripts.git_commit(of("golf"), "golf") == commit
+    assert scripts.made_at(older, "golf") == of("golf")
+    assert scripts.git_commit(of("golf"), "golf") == older
     scripts.made_at.cache_clear()
 
 
@@ -103,23 +101,19 @@ def test_a_script_by_the_tool_of_an_older_commit(tmp_path, monkeypatch):
 def test_check_finds_the_script_again(by_tool, here):
     """As it is in the commit, or made by the tool of the commit for the preset of the run."""
     first, second = here
-    cases = [(WHOLE.encode(), "golf", first, True), (WHOLE.encode(), "golf", second, False),
-             (b"", "golf", first, False), (WHOLE.encode(), "golf", "0" * 40, None)]
+    other = pytest.raises(checks.Broken, match="has another train_gpt.py than the folder")
+    elsewhere = pytest.raises(checks.LeftOut, match="is not in this repository")
+    cases = [(WHOLE.encode(), "golf", first, nullcontext()), (WHOLE.encode(), "golf", second, other),
+             (b"", "golf", first, other), (WHOLE.encode(), "golf", "0" * 40, elsewhere)]
     if by_tool:
-        cases = [(of("golf"), "golf", first, True), (of("golf"), "golf", second, False),
-                 (of("golf"), "golf_plus", first, False), (of("golf") + b"\n", "golf", first, False),
-                 (of("golf"), "golf", "0" * 40, None)]
-    for made, preset, commit, fine in cases:
-        folder = SimpleNamespace(script=made, submission={"git_commit": commit},
+        cases = [(of("golf"), "golf", first, nullcontext()), (of("golf"), "golf", second, other),
+                 (of("golf"), "golf_plus", first, other), (of("golf") + b"\n", "golf", first, other),
+                 (of("golf"), "golf", "0" * 40, elsewhere)]
+    for made, preset, named, outcome in cases:
+        folder = SimpleNamespace(script=made, submission={"git_commit": named},
                                  runs=[SimpleNamespace(result={"preset": preset})])
-        if fine is False:
-            with pytest.raises(checks.Broken, match="has another train_gpt.py than the folder"):
-                evidence.check_commit(folder, None)
-        elif fine is None and commit == "0" * 40:
-            with pytest.raises(checks.LeftOut, match="is not in this repository"):
-                evidence.check_commit(folder, None)
-        else:
-            assert bool(evidence.check_commit(folder, None)) == bool(fine)
+        with outcome:
+            assert evidence.check_commit(folder, None)
 
 
 def changed_lines(before, after):

@@ -10,18 +10,17 @@ What all sets of a form share is tested here; what one set alone holds is tested
 tests run with this file. Those modules also say which of our parameters and constants are which of a set's.
 """
 import re
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+import train_gpt
 from golden_common import (
-    FOREIGN, GOLDEN, adam_alone, check_decay, close, decay_scale, difference, distinct, full_size_shapes,
-    gradients, in_fp64, kind_of, load_config, logits_of, loss_of, loss_of_split, make_loader,
-    make_optimizer, muon_alone, nats_and_loss, open_set, open_shards, parameter_rows, stated_in,
-    stated_law, step_on_batch, step_on_gradients, tie)
+    FOREIGN, GOLDEN, adam_alone, check_decay, close, compare, difference, distinct, full_size_shapes,
+    gradients, in_fp64, kind_of, load_config, loss_of_split, make_loader, make_optimizer, muon_alone,
+    open_set, open_shards, stated_law, step_on_gradients, tie)
 from golden_golf import *  # noqa: F403
 from golden_golf import Golf
 from golden_golf_plus import *  # noqa: F403
@@ -36,8 +35,8 @@ from golden_speedrun_frontier import *  # noqa: F403
 from golden_speedrun_frontier import SpeedrunFrontier
 
 SEEDS = (Golf, Speedrun, GPT2)                  # of the form of golden/README.md
-LATER = (GolfPlus, GPT2Plus)                    # of that of golden/plus/README.md
-SETS = {recipe.FILE: recipe for recipe in (*SEEDS, *LATER, SpeedrunFrontier)}
+LATER = (GolfPlus, GPT2Plus, SpeedrunFrontier)  # of that of plus/README.md and of frontier/README.md
+SETS = {recipe.FILE: recipe for recipe in (*SEEDS, *LATER)}
 
 # Tolerances of golden/README.md, but those that a recipe has; relative and Euclidean
 LOSS = 5e-7
@@ -46,11 +45,6 @@ GRADIENT = 8e-6
 UPDATE = 1e-4
 TABLE_UPDATE = 1e-3
 UNIT = 3e-5
-# Those of golden/plus/README.md
-LATER_LOSS = 1e-6
-LATER_NATS = 1e-5
-LATER_GRADIENT = 2e-4
-LATER_UPDATE = 1e-3
 
 
 def name_of(value):
@@ -114,13 +108,14 @@ def test_constants_of_a_later_toy(later):
 def check_stated(overrides, cfg):
     """A Config holds what was typed, unless it has no such constant, which then is off or what the recipe
     does anyway."""
+    names = {alias: constant for constant, alias in cfg.aliases.items()}
     for name, text in overrides.items():
-        held = stated_in(cfg, name)
-        if held is None:
+        value = vars(cfg).get(names.get(name.lower(), name.lower()))
+        if value is None:
             assert text in ("0", "1"), name  # an environment may hold what the recipe lacks
-        elif name == "PRESET":
-            assert held == text
-        elif held != text:
+            continue
+        held = train_gpt.show(value)
+        if held != text:
             close([float(x) for x in held.split(",")], [float(x) for x in text.split(",")], 1e-12, name)
 
 
@@ -133,9 +128,12 @@ def test_losses_and_nats(seed):
         assert len(losses) == seed.batches() > 0
         for k, expected in enumerate(losses):
             tokens, targets = seed.batch(k)
-            nats, by_logits, loss = nats_and_loss(model, tokens, targets,
-                                                  seed.setting_context(setting, tokens.size(1)))
-            assert by_logits == pytest.approx(expected, rel=LOSS), setting
+            context = seed.setting_context(setting, tokens.size(1))
+            with torch.no_grad():
+                scores = model.logits(model.hidden(tokens, context)).double().flatten(0, 1)
+                loss = model(tokens, targets, context).item()
+            nats = F.cross_entropy(scores, targets.flatten(), reduction="none")
+            assert nats.mean().item() == pytest.approx(expected, rel=LOSS), setting
             assert loss == pytest.approx(expected, rel=LOSS), setting
             if k == 0:
                 theirs = seed.tensor(f"nats.{setting['name']}").double().flatten()
@@ -192,9 +190,10 @@ def updates_off(seed, series, after, dtype):
     for k, row in enumerate(schedule[:max(after)]):
         batch = seed.batch(k, prefix)
         context = seed.context(batch[0].size(1), int(row["window_long"]), dtype)
-        decay_factor = seed.decay_at(row) / (decay_scale(cfg) or 1)
-        step_on_batch(model, optimizer, batch, seed.rows_at_once(batch), context,
-                      seed.grad_factor(row, batch), row["lr"], row["momentum"], decay_factor)
+        decay_factor = seed.decay_at(row) / (cfg.parameter_table()["query"].decay or 1)
+        now = train_gpt.Schedule(row["lr"], row["momentum"], decay_factor)
+        train_gpt.train_step(model, optimizer, batch, seed.rows_at_once(batch), context,
+                             seed.grad_factor(row, batch), now)
         if k + 1 not in after:
             continue
         ours = {name: p.detach() - first[name] for name, p in model.named_parameters()}
@@ -244,7 +243,7 @@ def test_schedules_of_every_step(seed):
         "momentum": [now.momentum for now in found],
         "tokens": [now.tokens for now in found],
         "attn_scale": [now.attn_scale for now in found],
-        "wd": [decay_scale(seed.full) * now.decay_factor for now in found],
+        "wd": [seed.full.parameter_table()["query"].decay * now.decay_factor for now in found],
         "adam_steps": [seed.schedule.adam_steps(int(row["step"])) for row in rows]}
     for name, kind in (("window_long", "L"), ("window_short", "S")):
         if any(row[name] for row in rows):
@@ -269,7 +268,7 @@ def test_rope(seed, size, prefix):
 def test_first_values_optimizers_and_rates_at_full_size(seed):
     """Of every parameter: shape, distribution of the init, optimizer, LR, decay, betas and eps."""
     init = seed.json("init")
-    rows = parameter_rows(seed.full)
+    rows = seed.full.parameter_table()
     shapes = full_size_shapes(seed.full)
     entries = list(init.values())
     numbers = {name: torch.tensor(float(n)).expand(init[name]["shape"]) for n, name in enumerate(init)}
@@ -286,7 +285,7 @@ def test_first_values_optimizers_and_rates_at_full_size(seed):
             assert lr == pytest.approx(about["lr"] * about["lr_mult"], rel=1e-6), name
             assert row.decay == pytest.approx(seed.stated_decay(about), rel=1e-6), name
             if row.optimizer == "adam":
-                assert [*row.betas, row.eps] == [*about["betas"], about["eps"]], name
+                assert [row.beta1, row.beta2, row.eps] == [*about["betas"], about["eps"]], name
             values = distinct(firsts[name])
             law = about["init"]
             if values != [torch.inf]:
@@ -341,51 +340,24 @@ def test_validation_rows(recipe, one_thread):
 
 
 # ---------------------------------------------------------------- the later records
-def set_weights(model, setting):
-    """Those of a setting, from those of the set."""
-    with torch.no_grad():
-        for name, w in setting.weights(dict(model.named_parameters())).items():
-            model.get_parameter(name).copy_(w)
-
-
 def test_later_losses_and_nats(later):
     """Mean loss of every batch in every setting, the nats of each token of the first one."""
     seen = 0
     for setting in later.settings():
-        model = later.model()
-        set_weights(model, setting)
+        model = later.model_of(setting)
         assert len(setting.losses) == later.batches() > 0
         for k, expected in enumerate(setting.losses):
-            tokens, targets = later.batch(k)
             with torch.no_grad():
-                loss = loss_of(model, tokens, targets, setting.context).item()
-            assert loss == pytest.approx(expected, rel=LATER_LOSS), setting.prefix
+                loss = model(*later.batch(k), setting.context).item()
+            assert loss == pytest.approx(expected, rel=later.LOSS), (setting.prefix, k)
         kept = f"nats.{setting.prefix}".rstrip(".")
         if kept in later.names:
-            nats = nats_of_first_batch(later, model, setting)
+            nats = later.nats(model, setting)
             theirs = later.tensor(kept).double().flatten()
-            assert difference(nats, theirs) < LATER_NATS, kept
-            assert (nats - theirs).abs().max() < 10 * LATER_NATS, kept
+            assert difference(nats, theirs) < later.NATS, kept
+            assert (nats - theirs).abs().max() < 10 * later.NATS, kept
             seen += 1
-    assert seen == sum(name == "nats" or name.startswith("nats.") for name in later.names)
-
-
-def nats_of_first_batch(later, model, setting):
-    """Of each token; with several targets those of all of them, weighted."""
-    tokens, targets = later.batch(0)
-    several = setting.mtp
-    with torch.no_grad():
-        scores = logits_of(model, tokens, setting.context).double()
-    picked = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
-    if several is None:
-        return picked
-    T = targets.size(1)
-    norm = scores.logsumexp(-1)
-    total = 0
-    for k, weight in enumerate(several):
-        after = scores[:, :T - k].gather(-1, targets[:, k:, None])[..., 0]
-        total = total + weight * F.pad(norm[:, :T - k] - after, (0, k))
-    return total.flatten()
+    assert seen == sum(name == "nats" or name.startswith("nats.") for name in later.names) > 0
 
 
 def test_later_gradients(later):
@@ -393,16 +365,16 @@ def test_later_gradients(later):
     kept = [setting for setting in later.settings() if later.matches(rf"g\.{setting.prefix}(.*)")]
     assert kept
     for setting in kept:
-        model = later.model()
-        set_weights(model, setting)
+        model = later.model_of(setting)
         for k in range(later.batches()):
             ours = later.theirs(gradients(model, *later.batch(k), setting.context))
             off = [difference(ours[name], later.tensor(f"g.{setting.prefix}{name}").double())
                    for name in later.matches(rf"g\.{setting.prefix}(.*)") if not ours[name].isnan().any()]
-            if min(off) < LATER_GRADIENT:
+            if min(off) < later.GRADIENT:
                 break
         nothing = {name: torch.zeros_like(grad) for name, grad in ours.items()}
-        compare(later, f"g.{setting.prefix}", f"gdigest.{setting.prefix}", nothing, ours, LATER_GRADIENT)
+        compare(later, f"g.{setting.prefix}", f"gdigest.{setting.prefix}", nothing, ours, later.GRADIENT,
+                later.GRADIENT_DIGEST)
 
 
 @pytest.mark.parametrize("recipe, series", with_series(LATER), ids=name_of)
@@ -418,38 +390,17 @@ def test_later_updates(recipe, series, one_thread):
     before = later.theirs({name: p.clone() for name, p in model.named_parameters()})
     for k in range(1, 1 + max(after)):
         step = first + k - 1
-        step_on_gradients(optimizer, later.synthetic_gradients(step), later.schedule_at(step, series))
+        given = later.synthetic_gradients(step, later.is_tiny(series))
+        step_on_gradients(optimizer, given, later.schedule_at(step, series))
         if k in after:
             now = later.theirs(dict(model.named_parameters()))
-            compare(later, f"{series}.dw{k}.", f"{series}.w{k}digest.", before, now, LATER_UPDATE)
-
-
-def compare(later, prefix, digest, before, after, tolerance):
-    """What was added to each of their tensors where they kept it, and the digest of every tensor."""
-    seen = Counter()
-    for name in before:
-        moved = after[name] - before[name]
-        there = ~after[name].isnan()
-        if prefix + name in later.names:
-            theirs = later.tensor(prefix + name).double()
-            assert difference(moved[there], theirs[there]) < tolerance, prefix + name
-            seen["kept"] += 1
-        if there.all() and digest + name in later.names:
-            flat = after[name].flatten()
-            wave = torch.arange(len(flat), dtype=torch.float64).cos()
-            ours = torch.stack([flat.sum(), flat.norm(), (flat * wave).sum()])
-            theirs = later.tensor(digest + name)
-            allowed = tolerance * moved.norm() + 1e-6 * flat.norm()
-            assert (ours - theirs).abs().max() <= allowed, (digest + name, ours, theirs)
-            seen["digests"] += 1
-    for kind, start in (("kept", prefix), ("digests", digest)):
-        assert seen[kind] or not any(name.startswith(start) for name in later.names), (start, seen)
-    assert seen
+            compare(later, f"{series}.dw{k}.", f"{series}.w{k}digest.", before, now, later.UPDATE,
+                    later.WEIGHT_DIGEST)
 
 
 def test_later_first_values_optimizers_and_rates(later):
     """Of every kind of parameter at full size."""
-    rows = parameter_rows(later.full)
+    rows = later.full.parameter_table()
     shapes = {}
     for name, shape in full_size_shapes(later.full).items():
         shapes[kind_of(name)] = shape
@@ -459,19 +410,19 @@ def test_later_first_values_optimizers_and_rates(later):
         muon = row.optimizer == "muon"
         lr = row.lr
         if muon and later.RATES_OF_TALL:
-            lr *= max(1, shape[0] / shape[1]) ** 0.5
+            lr *= max(1, (row.unit_rows or shape[0]) / shape[1]) ** 0.5
         assert muon == ("muon" in about["optimizer"]), kind
         assert lr == pytest.approx(about["lr"], rel=1e-6), kind
         if not muon:
-            assert [*row.betas, row.eps] == [*about["betas"], about["eps"]], kind
+            assert [row.beta1, row.beta2, row.eps] == [*about["betas"], about["eps"]], kind
         elif "beta2" in about:
-            assert row.normuon_beta2 == about["beta2"], kind
-        check_decay(row, lr, about, kind)
+            assert later.full.normuon_beta2 == about["beta2"], kind
+        check_decay(row, about, kind)
         first = later.first_text(kind, about["init"])
         if first.startswith("copy of"):
             assert later.schedule.at(0).tied and row.scale == rows["head"].scale
-            continue
-        law, size, change = stated_law(first)
-        scale = row.scale * shape[-1] ** -0.5 if law == "uniform" else row.scale
-        assert (row.init, row.change) == (law, pytest.approx(change)), kind
-        assert scale == pytest.approx(size, rel=2e-6), kind
+        elif first:
+            law, size, change = stated_law(first)
+            scale = row.scale * shape[-1] ** -0.5 if law == "uniform" else row.scale
+            assert (row.init, row.change) == (law, pytest.approx(change)), kind
+            assert scale == pytest.approx(size, rel=later.INIT), kind

@@ -35,10 +35,9 @@ def with_mine(text):
 def copied(to):
     """The files that git knows, at `to`."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in filter(None, names.stdout.split("\0")):
-        if (ROOT / name).exists():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, to / name)
+    for name in names.stdout.rstrip("\0").split("\0"):
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, to / name)
     return to
 
 
@@ -60,13 +59,10 @@ def test_the_steps_of_recipes_md(tmp_path, tiny_data):
     (home / "train_gpt.py").write_text(with_mine(before), encoding="utf-8")
     # the tests that hold for every recipe
     (home / ".git").symlink_to(ROOT / ".git")
-    whole = ["tests/test_house.py", "tests/test_lint.py"]
-    pytest_quiet = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    said = called(home, *pytest_quiet, "-m", "not slow", *whole, env=env)
-    assert int(re.search(r"(\d+) passed", said)[1]) > 100
-    said = called(home, *pytest_quiet, "-m", "not gpu and not static and not faults and not fuzz", "-k",
-                  "mine or test_names or one_case_per_preset or table_of_needs or ceiling", "tests", env=env)
-    assert int(re.search(r"(\d+) passed", said)[1]) > 10
+    called(home, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_house.py",
+           "tests/test_lint.py", env=env)
+    called(home, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k",
+           "mine or test_names or one_case_per_preset or table_of_needs or ceiling", "tests", env=env)
     # a run, from the plan to the last screen
     shutil.copytree(tiny_data / "data", home / "data", dirs_exist_ok=True)
     toy = {name: TOY[name] for name in COMMON} | TOY_RUN["golf"] | dict(ITERATIONS="4", VAL_TOKENS="1024")

@@ -1,82 +1,66 @@
-"""What two ranks do for the first time on the clock. Every collective of a step must have run before it:
-NCCL makes a communicator at its first one, which takes 0.5 to 2.5 s. Python's garbage collector must be off,
-as a collection takes up to 0.6 s on all ranks. On a CPU, with a toy of the speedrun."""
+"""What two ranks do for the first time on the clock. Every collective of a step must have run before it: NCCL
+makes a communicator at its first one, which takes 0.5 to 2.5 s. On a CPU, with a toy of the speedrun. That
+Python's garbage collector is off: test_clock.py."""
 
-import gc
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+import re
 
 import pytest
+import torch.distributed as dist
 
-from helpers import ROOT, free_port, load_module, planted
-from tools.dev import bench
-from tools.gpu import parts as gpu_parts
-from tools.gpu import static
+import fork_server
+import train_gpt
+from conftest import rank_environments
+from helpers import ROOT, planted, toy_of
 
-if __name__ == "__main__":
-    import torch.distributed as dist
+TOY = toy_of("speedrun", ITERATIONS="12", VAL_LOSS_EVERY="5", TRAIN_LOG_EVERY="4", GRAD_CLIP_NORM="1",
+             MAX_EPOCHS="0", SEQ_SCHEDULE="1", RUN_ID="ranks", MAX_DOC_LEN="48", EVAL_CONTEXT="0",
+             WINDOW_BLOCK="8", WINDOW_SCHEDULE="16,64,64,64", EVAL_WINDOW="64")
+MAIN = "import sys, test_ranks_on_clock; sys.exit(test_ranks_on_clock.watched_run())"
 
 
-def watch_clock(trainer):
-    """Notes which collectives run for the first time while the clock runs, and how often the garbage
-    collector does. Returns where the notes are."""
-    notes = dict(late=[], collections=0, collectives=0)
+def watch_clock():
+    """Notes every collective, and those that run for the first time while the clock runs."""
+    notes = dict(late=[], collectives=0)
     known = set()
-    state = dict(running=False)
+    on_clock = [False]
 
     def noting(name, real):
-        """The collective, which is noted by its name, size, device and group."""
-
+        """The collective, which is noted by its name, size and group."""
         def call(first, *args, **kwargs):
-            group = "training" if kwargs.get("group") is not None else "default"
             size = first.numel() if name != "all_reduce" else ""
-            kind = f"{name} {size} on {first.device.type}, {group} group"
-            if state["running"]:
-                notes["collectives"] += 1
-                if kind not in known:
-                    notes["late"].append(kind)
+            kind = f"{name} {size}, {kwargs.get('group')}"
+            notes["collectives"] += 1
+            if on_clock[-1] and kind not in known:
+                notes["late"].append(kind)
             known.add(kind)
             return real(first, *args, **kwargs)
-
         return call
 
-    def running(real, during):
+    def with_clock(real, runs):
         def call(*args, **kwargs):
-            before = state["running"]
-            state["running"] = during
+            on_clock.append(runs)
             try:
                 return real(*args, **kwargs)
             finally:
-                state["running"] = before
-
+                on_clock.pop()
         return call
 
-    def collecting(phase, info):
-        if phase == "start" and state["running"]:
-            notes["collections"] += 1
-
-    trainer.reduce_scatter = noting("reduce_scatter", trainer.reduce_scatter)
-    trainer.all_gather = noting("all_gather", trainer.all_gather)
+    train_gpt.reduce_scatter = noting("reduce_scatter", train_gpt.reduce_scatter)
+    train_gpt.all_gather = noting("all_gather", train_gpt.all_gather)
     dist.all_reduce = noting("all_reduce", dist.all_reduce)
-    trainer.train = running(trainer.train, True)
+    train_gpt.train = with_clock(train_gpt.train, True)
     for name in ("validate", "save_checkpoint", "save_weights"):
-        setattr(trainer, name, running(getattr(trainer, name), False))
-    gc.collect = running(gc.collect, False)  # the trainer's own calls are off the clock
-    gc.callbacks.append(collecting)
+        setattr(train_gpt, name, with_clock(getattr(train_gpt, name), False))
     return notes
 
 
-def run_as_rank(folder):
-    """The toy run of one of two ranks, watched. Rank 0 writes what it noted."""
-    trainer = static.load_trainer(folder / "train_gpt.py")
-    notes = watch_clock(trainer)
-    os.chdir(folder)
-    code = trainer.main([], os.environ | json.loads((folder / "settings.json").read_text()))
-    if os.environ["RANK"] == "0":
-        (folder / "notes.json").write_text(json.dumps(notes))
+def watched_run():
+    """The toy run of one of two ranks, in the current folder. Prints what it noted."""
+    notes = watch_clock()
+    code = train_gpt.main([], os.environ)
+    print("\nnotes " + json.dumps(notes))
     return code
 
 
@@ -85,33 +69,21 @@ WARMUP_STEP = ("        train_step(run.loss_fn, run.optimizer, batch, micro, con
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("old, new, late, collected", [
-    ("", "", False, False), (WARMUP_STEP, "        batch, micro, context\n", True, False),
-    ("    gc.disable()  #", "    gc.set_threshold(1)  #", False, True)],
-    ids=["as it is", "a late communicator", "garbage collected"])
-def test_nothing_is_done_for_the_first_time_on_the_clock(old, new, late, collected, tmp_path):
-    """And both faults are noticed where they are planted."""
-    trainer = load_module(planted(tmp_path, old, new), "train_gpt_planted")
-    settings = gpu_parts.one_rank_of_eight(trainer, "speedrun", {}, toy=True)
-    settings |= dict(ITERATIONS="12", RUN_ID="ranks", TRAIN_BATCH_TOKENS="1024", VAL_LOSS_EVERY="5",
-                     TRAIN_LOG_EVERY="4", FP8="off", GRAD_CLIP_NORM="1", MAX_EPOCHS="0")
-    settings |= bench.random_data(tmp_path, trainer.load_config(settings), 1 << 16)
-    sys.modules.pop("train_gpt_planted")
-    (tmp_path / "settings.json").write_text(json.dumps(settings))
-    meeting = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(),
-                   OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
-    ranks = []
-    for rank in ("0", "1"):
-        env = os.environ | meeting | dict(RANK=rank, LOCAL_RANK=rank)
-        ranks.append(subprocess.Popen([sys.executable, __file__, tmp_path], env=env, text=True,
-                                      stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
-    said = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    notes = json.loads((tmp_path / "notes.json").read_text())
-    assert notes["collectives"] > 100 and bool(notes["late"]) == late, notes
-    assert bool(notes["collections"]) == collected, notes
-    assert not late or any("reduce_scatter" in kind for kind in notes["late"])
-
-
-if __name__ == "__main__":
-    sys.exit(run_as_rank(Path(sys.argv[1])))
+@pytest.mark.parametrize("old, new, late", [
+    ("", "", False), (WARMUP_STEP, "        batch, micro, context\n", True)],
+    ids=["as it is", "a late communicator"])
+def test_nothing_is_done_for_the_first_time_on_the_clock(old, new, late, tiny_data, tmp_path):
+    """And the fault is noticed where it is planted."""
+    planted(tmp_path, old, new)
+    (tmp_path / "data").symlink_to(tiny_data / "data")
+    places, store = rank_environments(2)
+    env = TOY | dict(PATH=os.environ["PATH"], OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="",
+                     PYTHONPATH=f"{tmp_path}:{ROOT / 'tests'}:{ROOT}")
+    with open(tmp_path / "said", "w+") as said:
+        ranks = [fork_server.popen(["-c", MAIN], tmp_path, env | place, said, said) for place in places]
+        assert [rank.wait() for rank in ranks] == [0, 0], (tmp_path / "said").read_text()
+        words = (tmp_path / "said").read_text()
+    notes = [json.loads(text) for text in re.findall("(?m)^notes (.*)$", words)]
+    assert len(notes) == 2 and notes[0]["collectives"] > 100
+    assert all(bool(its["late"]) == late for its in notes), notes
+    assert not late or any("reduce_scatter" in kind for kind in notes[0]["late"])

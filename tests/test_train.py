@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import TOY, fake_run, init_parameters, slow, toy_of, write_shard
+from helpers import TOY, fake_run, init_parameters, toy_of, write_shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,14 +38,12 @@ def test_the_trained_model_is_gone_once_the_artifact_is_read_back(train, monkeyp
 
     def alive(*_):
         gc.collect()
-        trained.append(trained[0]())
+        assert trained[0]() is None
         return "unknown"
 
     monkeypatch.setattr(train_gpt, "write_and_read_back", seen)
     monkeypatch.setattr(train_gpt, "peak_memory", alive)
-    done = train(toy_of("golf"), ITERATIONS="2", COMPILE="0")
-    assert done.code == 0, done.err
-    assert trained[1:] == [None]
+    assert train(toy_of("golf"), ITERATIONS="2").code == 0
 
 
 # -------------------------------------------------------------------------------- ranks and micro-batches
@@ -84,16 +82,6 @@ def test_two_ranks_agree_with_one(alone, go):
 
 
 @pytest.mark.slow
-def test_three_ranks_share_six_sequences(go):
-    """A number of ranks that is no power of two, on as many sequences as it divides."""
-    six = STEPS | dict(TRAIN_BATCH_TOKENS="384", ITERATIONS="12")
-    one = go(six)
-    three = go(six, ranks=3)
-    assert one.code == 0 and three.codes == [0] * 3, three.err
-    same_losses(three.losses, one.losses, 12)
-
-
-@pytest.mark.slow
 def test_every_rank_scores_the_artifact(go):
     """Not the weights that it trained: two ranks get what one gets for the file. Wide: its rows are int8."""
     wide = TOY | {"MODEL_DIM": "160", "ITERATIONS": "6", "EMBED_LR": "3", "MATRIX_LR": "0.1",
@@ -106,29 +94,19 @@ def test_every_rank_scores_the_artifact(go):
     assert score == pytest.approx(one.result["val_loss_partial"], abs=1e-6)
 
 
-# -------------------------------------------------------------------------------- presets at toy size
-SMALL = dict(DATA_PATH="./data/datasets/toy", TOKENIZER_PATH="./data/tokenizers/toy.model", VOCAB_SIZE="512",
-             TRAIN_BATCH_TOKENS="512", COMPILE="0", DEVICE="cpu", DTYPE="float32")
-# A public record's command line. Only what makes it small and what names the toy data differs
+# -------------------------------------------------------------------------------- a public command line
 GOLF_LINE = """PRESET=golf VOCAB_SIZE=1024 NUM_LAYERS=9 MODEL_DIM=512 NUM_HEADS=8 NUM_KV_HEADS=4 MLP_MULT=2
     TIE_EMBEDDINGS=1 TRAIN_SEQ_LEN=4096 TRAIN_BATCH_TOKENS=393216 TIED_EMBED_LR=0.030 MATRIX_LR=0.020
     SCALAR_LR=0.020 MUON_MOMENTUM=0.99
     MUON_MOMENTUM_WARMUP_STEPS=1500 MUON_MOMENTUM_WARMUP_START=0.92 WARMDOWN_ITERS=3000 ITERATIONS=20000
     MAX_WALLCLOCK_SECONDS=600 SEED=1337 DATA_PATH=./data/datasets/fineweb10B_sp1024
     TOKENIZER_PATH=./data/tokenizers/fineweb_1024_bpe.model"""
-# ... and a cap that the pace of no machine comes near: the warmdown in steps begins by the clock
-GOLF = SMALL | dict(MODEL_DIM="32", TRAIN_SEQ_LEN="64", ITERATIONS="4", WARMUP_STEPS="1",
-                    MAX_WALLCLOCK_SECONDS="1e7")
-
-
-def golf_line():
-    return dict(word.split("=") for word in GOLF_LINE.split()) | GOLF
 
 
 def test_constants_of_the_golf_command_line():
-    """Those that are not given are the preset's."""
-    cfg = train_gpt.load_config(golf_line())
-    assert cfg.preset == "golf" and set(train_gpt.overrides(cfg)) == {name.lower() for name in GOLF}
+    """It is the preset, but for how the paths are spelled."""
+    cfg = train_gpt.load_config(dict(word.split("=") for word in GOLF_LINE.split()))
+    assert cfg.preset == "golf" and {*train_gpt.overrides(cfg)} <= {"data_path", "tokenizer_path"}
 
 
 # -------------------------------------------------------------------------------- the same again
@@ -266,8 +244,7 @@ def test_the_warmup_leaves_the_init_and_no_trace(tiny_data):
     assert optimizer.step_count == 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
-def test_muons_products_are_in_the_dtype_of_activations(train, monkeypatch, dtype):
+def test_muons_products_are_in_the_dtype_of_activations(train, monkeypatch):
     """On a CPU, where the weights are in fp32."""
     real = train_gpt.orthogonalize
     seen = set()
@@ -277,8 +254,8 @@ def test_muons_products_are_in_the_dtype_of_activations(train, monkeypatch, dtyp
         return real(g, steps, table, given)
 
     monkeypatch.setattr(train_gpt, "orthogonalize", orthogonalize)
-    assert train(TOY, DTYPE=dtype, ITERATIONS="2", VAL_TOKENS="512").code == 0
-    assert seen == {(torch.float32, getattr(torch, dtype))}
+    assert train(TOY, DTYPE="bfloat16", ITERATIONS="2", VAL_TOKENS="512").code == 0
+    assert seen == {(torch.float32, torch.bfloat16)}
 
 
 def test_the_last_step_is_saved_whatever_waits(train, monkeypatch):
