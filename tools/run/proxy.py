@@ -5,8 +5,8 @@ machines that cannot train the recipe itself.
     python tools/run/proxy.py [--trainer=FOLDER] --preset=speedrun --proxy [--name=value ...]
 
 Whatever you give yourself stays as given. Each recipe's rule is a function below, and the log shows what it
-gives. A bare --proxy is 32 wide. --trainer: folder of another train_gpt.py. --dry-run: prints the rules and the
-limits of the run, and trains nothing. docs/proxy.md: what a proxy's verdict is worth.
+gives. A bare --proxy is 32 wide. --trainer: folder of another train_gpt.py. --dry-run: prints the rules and
+the limits of the run, and trains nothing. docs/proxy.md: what a proxy's verdict is worth.
 """
 
 import json
