@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import fork_server
-from helpers import ROOT, TOY, look, run_cli
+from helpers import ROOT, TOY, free_port, look, run_cli
 
 SETTINGS = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1", COUNT_ORDERS="0",
                       COUNT_WORDS="0", OMP_NUM_THREADS="1")
@@ -33,14 +33,6 @@ for SKYPILOT_NODE_RANK in 0 1; do
 done
 wait "${jobs[0]}" && wait "${jobs[1]}"
 """
-
-
-def free_port():
-    """One that a Slurm job could have by its number, 20000 to 29999."""
-    for port in random.sample(range(20_000, 30_000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @pytest.fixture(scope="module")
