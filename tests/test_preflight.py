@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -230,41 +229,22 @@ SLURM_JOB_ID SLURM_NTASKS SLURM_NODELIST SLURM_STEP_ID RUNNER_OS GITHUB_RUN_ID G
 HTTPS_PROXY NO_PROXY PYTEST_CURRENT_TEST PYTHON PRESS DEVEL DATA MODEL CC CXX CFLAGS MAKEFLAGS""".split()
 
 
-def one_slip(rng, name):
-    """name with one letter lost, doubled, replaced, added or swapped with its neighbour."""
-    i = rng.randrange(1, len(name) - 1)
-    letter = rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ_")
-    before = name[:i]
-    here = name[i]
-    after = name[i + 1:]
-    return rng.choice([before + after, before + here + here + after, before + letter + after,
-                       before + letter + here + after, before[:-1] + here + before[-1] + after])
-
-
 def meant(line):
     """The names that a line suggests."""
     return re.findall(r"[A-Z_0-9]{2,}", line.partition("did you mean ")[2])
 
 
 @pytest.mark.parametrize("preset", train_gpt.RECIPES)
-def test_near_misses(preset):
-    """One slip in a name is reported, ordinary variables are not. Names of three letters resemble many."""
-    rng = random.Random(4)
-    known = names.constants_of(preset)
-    assert names.check_variables(preset, dict.fromkeys([*ORDINARY, *known], "1")) == []
-    for name in sorted(name for name in known if len(name) > 3):
-        typo = one_slip(rng, name)
-        if typo not in known and not names.why_not_here(preset, typo):
-            line, = names.check_variables(preset, {typo: "1", "PATH": "x"})
-            assert typo in line and meant(line)[0] in known
+def test_no_warning_of_what_is_right(preset):
+    assert names.check_variables(preset, dict.fromkeys([*ORDINARY, *names.constants_of(preset)], "1")) == []
 
 
-def test_slips():
-    for typo, name in dict(
-            MATRIX_RL="MATRIX_LR", NUM_LAYER="NUM_LAYERS", ITERATION="ITERATIONS", SEEED="SEED", Seed="SEED",
-            matrix_lr="MATRIX_LR", VAL_TOKEN="VAL_TOKENS").items():
-        line, = names.check_variables("tiny", {typo: "1"})
-        assert line == f"warning: {typo} in the environment is no constant; did you mean {name}?"
+@pytest.mark.parametrize("typo, name", [
+    ("MATRIX_RL", "MATRIX_LR"), ("NUM_LAYER", "NUM_LAYERS"), ("SEEED", "SEED"), ("Seed", "SEED"),
+    ("matrix_lr", "MATRIX_LR"), ("VAL_TOKEN", "VAL_TOKENS"), ("ITERATIOMS", "ITERATIONS")])
+def test_slips(typo, name):
+    line, = names.check_variables("tiny", {typo: "1"})
+    assert line == f"warning: {typo} in the environment is no constant; did you mean {name}?"
 
 
 @pytest.mark.parametrize("preset", train_gpt.RECIPES)
@@ -273,16 +253,13 @@ def test_no_suggestion_that_the_preset_refuses(preset):
     own = names.constants_of(preset)
     everywhere = [name for other in train_gpt.RECIPES for name in names.constants_of(other)]
     typed = [*names.ELSEWHERE, *[f"{name}S" for name in everywhere]]
-    suggested = 0
     for name in typed:
         for line in names.check_variables(preset, {name: "1"}):
             assert {*meant(line)} <= own, line
-            suggested += len(meant(line))
         with pytest.raises(Refused) as caught:
             names.trainer_flags({"PRESET": preset}, [f"--{name.lower()}=1"])
         flags = re.findall(r"--([a-z0-9-]+)", str(caught.value).partition("did you mean ")[2])
         assert {flag.replace("-", "_").upper() for flag in flags} <= {*own, *names.OF_RUN_SH}
-    assert suggested > 20
 
 
 @pytest.mark.parametrize("preset, typed, wanted", [
@@ -333,17 +310,13 @@ def test_every_way_to_write_an_argument(words, flags):
 
 def test_constants_of_other_recipes():
     """A flag is refused, a variable of the environment is warned of: with the presets that have it."""
-    seen = 0
-    for preset, other in itertools.permutations(train_gpt.RECIPES, 2):
-        for name in names.constants_of(other) - names.constants_of(preset) - {*names.UNUSED.get(preset, ())}:
-            owners = [owner for owner in train_gpt.RECIPES if name in names.constants_of(owner)]
-            sentence = f"{preset} has no such constant, only {', '.join(owners)}"
-            assert names.check_variables(preset, {name: "0"}) == [
-                f"warning: {name} in the environment: {sentence}"]
-            with pytest.raises(Refused, match=sentence):
-                names.trainer_flags({}, [preset, f"{name}=0"])
-            seen += 1
-    assert seen > 200
+    for preset, name, owners in (("golf", "CORE", "gpt2, gpt2_plus"), ("gpt2", "BIGRAM_ROWS", ""),
+                                 ("tiny", "NUM_KV_HEADS", "")):
+        sentence = f"{preset} has no such constant, only {owners}"
+        line, = names.check_variables(preset, {name: "0"})
+        assert line.startswith(f"warning: {name} in the environment: {sentence}")
+        with pytest.raises(Refused, match=sentence):
+            names.trainer_flags({}, [preset, f"{name}=0"])
 
 
 @pytest.mark.parametrize("preset", ["golf", "golf_plus"])
@@ -358,18 +331,14 @@ def test_what_the_public_script_of_golf_has_and_golf_does_not_need(preset, refus
 
 def test_lines_about_names_are_printed(empty, call):
     """Above the plan, which goes on without them."""
-    code, out, _ = call("golf", "EMBED_LR=0.6", "--dry-run", LR="0.1", DEVICE="cpu")
-    assert code == 0 and out.startswith(
-        "EMBED_LR: accepted, as the public script has it; golf does not need it\n"
-        "warning: LR in the environment is no constant; "
-        "did you mean MATRIX_LR, TIED_EMBED_LR or SCALAR_LR?\n")
+    code, out, _ = call("tiny", "--dry-run", LR="0.1", DEVICE="cpu")
+    assert code == 0 and out.startswith("warning: LR in the environment is no constant; did you mean MATRIX")
 
 
 def test_names_are_looked_at_before_anything_else(empty, refused):
     """A slip does not cost a download: neither data nor speed have been looked at."""
-    assert "did you mean --dry-run?" in refused("golf", "--dryrun")
-    assert "did you mean --matrix-lr?" in refused("golf", "--matrx-lr=1")
-    assert "made for GPUs" in refused("golf")
+    assert "did you mean --dry-run?" in refused("--json", "golf", "--dryrun")
+    assert "did you mean --matrix-lr?" in refused("--json", "golf", "--matrx-lr=1")
 
 
 # -------------------------------------------------------------------------------- data
@@ -504,22 +473,8 @@ def test_a_large_dataset_is_sampled_and_that_is_said(workplace, call, refused, m
     assert call(**SMALL)[0] == 0
     zeros(TRAIN, 20_000, 2000)
     assert f"{TRAIN.name} holds nothing but zeros from token " in refused(**SMALL)
-    data = SimpleNamespace(train=[train_gpt.Shard(TRAIN, 44_001)], vocab_size=512)
     patch(TRAIN, 1024 + 2 * 20_000, b"\x00\x02" * 2000)
-    with pytest.raises(Refused, match=f"{TRAIN.name} holds token 512, but vocab_size is 512"):
-        monkeypatch.setattr(dataset, "WHOLE_BYTES", 80_000)
-        dataset.check_contents({}, data, print, "")
-
-
-@pytest.mark.parametrize("first", [16_384, 17_000])
-def test_a_hole_in_a_shard_without_a_digest(first, workplace, refused, monkeypatch):
-    """Wherever it is, if PLACE_TOKENS fit into it twice."""
-    monkeypatch.setattr(dataset, "PLACE_TOKENS", 4096)
-    edit_manifest(files=lambda files: [{k: v for k, v in f.items() if k != "sha256"} for f in files])
-    zeros(TRAIN, first, 8192)
-    start = -(-first // 4096) * 4096
-    said = refused(**SMALL)
-    assert f"{TRAIN.name} holds nothing but zeros from token {start} to {start + 4096}, at least: get" in said
+    assert f"{TRAIN.name} holds token 512, but vocab_size is 512" in refused(**SMALL)
 
 
 @pytest.mark.parametrize("both", [0, 1, 3])
@@ -554,23 +509,19 @@ def test_val_documents_in_train_are_found_without_hashes(shared, documents, refu
 
 def test_a_text_that_is_not_the_games(workplace, call):
     """Said, not refused."""
+    said = "data: not the text that tiny is scored on (fingerprint abc)\n"
     for wanted, lines in (("", 0), ("toy", 0), ("abc", 1)):
-        _, out, _ = call(**SMALL | dict(DATA_FINGERPRINT=wanted))
-        said = re.findall("^data: not the text that tiny is scored on .fingerprint abc.$", out, re.M)
-        assert len(said) == lines
+        assert call(**SMALL | dict(DATA_FINGERPRINT=wanted))[1].count(said) == lines
 
 
-def test_shards_of_a_known_dataset_without_a_manifest(workplace, call):
+@pytest.mark.parametrize("name, lines", [("fineweb10B_sp1024", 1), ("mine", 0)])
+def test_shards_of_a_known_dataset_without_a_manifest(name, lines, workplace, call):
     """They are used, as published ones are, but a download may have been cut short; others are
     their owner's."""
-    advice = "get it with `./run.sh data sp1024 -n 80` to be sure"
-    for name, command in (("fineweb10B_sp1024", advice), ("mine", "")):
-        folder = Path("data/datasets", name)
-        shutil.copytree(DATA, folder)
-        (folder / "manifest.json").unlink()
-        code, out, _ = call(**SMALL | dict(DATA_PATH=str(folder), VOCAB_SIZE="512"))
-        said = [line for line in out.splitlines() if line.startswith("data: no manifest.json, so ")]
-        assert code == 0 and len(said) == bool(command) and all(command in line for line in said)
+    MANIFEST.unlink()
+    folder = DATA.rename(f"data/datasets/{name}")
+    code, out, _ = call(**SMALL | dict(DATA_PATH=str(folder), VOCAB_SIZE="512"))
+    assert code == 0 and out.count("get it with `./run.sh data sp1024 -n 80` to be sure") == lines
 
 
 @pytest.mark.parametrize("cap, code", [("0", 2), ("60", 0)])
@@ -604,14 +555,11 @@ def test_what_is_missing_is_fetched(preset, commands, empty, gpus, monkeypatch, 
 
 def test_a_download_that_was_cut_short_is_to_be_completed(workplace):
     """Its shards are there, its manifest is not. With one, and without CORE, nothing is missing."""
-    shutil.move(DATA, "data/datasets/fineweb_edu")
+    DATA.rename("data/datasets/fineweb_edu")
     cfg = load_config(dict(PRESET="gpt2", CORE="0"))
     assert dataset.missing_data(cfg) == []
     Path("data/datasets/fineweb_edu/manifest.json").unlink()
     assert dataset.missing_data(cfg) == [["fineweb-edu"]]
-    Path("data/core_bundle").mkdir()
-    Path("data/core_bundle/core.yaml").touch()
-    assert dataset.missing_data(load_config(dict(PRESET="gpt2"))) == [["fineweb-edu"]]
 
 
 def test_tasks_of_core_are_looked_at(workplace, refused, call):
@@ -677,12 +625,10 @@ def test_a_disk_that_the_run_would_fill(save_every, times, workplace, refused, c
     """fp32 weights, artifact, and one or two checkpoints of three times the weights; a plan goes on."""
     cfg = train_gpt.replace(load_config(SMALL), vocab_size=512)
     needed = times * 4 * train_gpt.parameter_counts(cfg).total()
-    free = []
-    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[-1]))
     env = SMALL | dict(SAVE_EVERY=save_every)
-    free.append(needed)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
     assert call(**env)[0] == 0
-    free.append(needed - 1)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     assert "the disk of logs/ has " in refused(**env)
     code, out, _ = call("--dry-run", **env)
     assert code == 0 and "warning: the disk of logs/ has " in out
@@ -691,7 +637,7 @@ def test_a_disk_that_the_run_would_fill(save_every, times, workplace, refused, c
 # -------------------------------------------------------------------------------- memory and speed
 def fitting(cfg, world_size, sequences):
     """A machine with room for so many sequences at a time."""
-    rank = CPU._replace(world_size=world_size, ranks_here=world_size)
+    rank = CPU._replace(world_size=world_size)
     return rank._replace(free=plan.step_memory(cfg, rank, sequences) + 1)
 
 
@@ -723,12 +669,9 @@ def test_loops_count_in_flops_and_memory():
     head = 6 * looped.vocab_size * looped.model_dim
     blocks = [plan.flops_per_token(cfg) - head for cfg in (looped, once)]
     assert blocks[0] / blocks[1] == pytest.approx(13 / 11)
+    rows = [plan.step_memory(cfg, CPU, 2) - plan.step_memory(cfg, CPU, 1) for cfg in (looped, once)]
     logits = 2 * CPU.dtype.itemsize * looped.vocab_size * looped.train_seq_len
-    kept = []  # by the layers of a row
-    for cfg in (looped, once):
-        row = plan.step_memory(cfg, CPU, 2) - plan.step_memory(cfg, CPU, 1)
-        kept.append(row - logits)
-    assert kept[0] / kept[1] == pytest.approx(15 / 11)
+    assert (rows[0] - logits) / (rows[1] - logits) == pytest.approx(15 / 11)
 
 
 @pytest.mark.parametrize("preset", ["golf", "gpt2", "gpt2_plus"])

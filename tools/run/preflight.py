@@ -272,7 +272,7 @@ def preflight(words: Words, env: Mapping[str, str], launched: bool = False) -> d
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Exit code 0: the run may start; 2: why not, in a sentence."""
-    launched = argv[:1] == [JSON]
+    launched = JSON in argv[:1]
     words = read_words(argv[launched:], env)
     try:
         answer = preflight(words, env, launched)
