@@ -35,8 +35,7 @@ def test_sizes_follow_the_rules(preset):
         cfg, lines = scaled(preset, str(width))
         assert (cfg.model_dim, cfg.preset, cfg.vocab_size) == (width, preset, 1024)
         assert cfg.num_heads % 2 == 0 and cfg.model_dim % cfg.num_heads == 0
-        took = train_gpt.total_steps(cfg)
-        assert took == pytest.approx(steps / 4, rel=0.01)
+        assert train_gpt.total_steps(cfg) == pytest.approx(steps / 4, rel=0.01)
         # the batch is a whole number of rows, of which there may be few
         slack = 1.5 * cfg.train_seq_len * planned_tokens(cfg) / cfg.train_batch_tokens
         assert abs(planned_tokens(cfg) - ratio * horizon_weights(cfg)) < slack
@@ -67,10 +66,9 @@ def test_the_speedruns_keep_their_proportions():
 @pytest.mark.parametrize("preset", ["speedrun", "speedrun_plus"])
 def test_the_speedruns_train_on_the_whole_text(preset):
     """Not on the first 80 tokens of each document."""
-    cfg, lines = scaled(preset, "32")
+    cfg, _ = scaled(preset, "32")
     assert cfg.packers[cfg.packing] is train_gpt.Rows and cfg.shuffle
     assert {stage.row_tokens for stage in cfg.stages()} == {cfg.train_seq_len}
-    assert any(line.startswith("proxy packing=rows, shuffle=1, seq_schedule=1: ") for line in lines)
 
 
 @pytest.mark.parametrize("preset", [*PROXIES])
@@ -116,17 +114,14 @@ def test_windows_are_given_in_the_tokens_of_the_recipe():
         scaled("speedrun", "48", "--window-schedule=24,56,88,104")
 
 
-def test_vocabulary_and_val_tokens_are_those_of_the_text(tmp_path):
-    full = preset_config("speedrun")
-    assert proxy.proxy_text(str(tmp_path), full) == (1024, 262_144)
-    for tokenizer, tokens, found in (
-            ('{"vocab_size": 2048}', 300_000, (2048, 262_144)), ("null", 300_000, (50_304, 262_144)),
-            ('{"vocab_size": 512}', 9_000, (512, 0)), ("7", 1, (1024, 262_144))):
-        files = f'[{{"split": "train", "tokens": 1}}, {{"split": "val", "tokens": {tokens}}}]'
-        (tmp_path / "manifest.json").write_text(f'{{"tokenizer": {tokenizer}, "files": {files}}}')
-        assert proxy.proxy_text(str(tmp_path), full) == found
-    cfg, _ = scaled("speedrun", "32", f"--data-path={tmp_path}", "--vocab-size=300")
-    assert cfg.vocab_size == 300 and cfg.data_path == str(tmp_path)
+@pytest.mark.parametrize("tokenizer, tokens, found", [
+    ('{"vocab_size": 2048}', 300_000, (2048, 262_144)), ("null", 300_000, (50_304, 262_144)),
+    ('{"vocab_size": 512}', 9_000, (512, 0)), ("7", 1, (1024, 262_144))])
+def test_vocabulary_and_val_tokens_are_those_of_the_text(tokenizer, tokens, found, tmp_path):
+    files = f'[{{"split": "train", "tokens": 1}}, {{"split": "val", "tokens": {tokens}}}]'
+    (tmp_path / "manifest.json").write_text(f'{{"tokenizer": {tokenizer}, "files": {files}}}')
+    cfg, _ = scaled("speedrun", "32", f"--data-path={tmp_path}")
+    assert (cfg.vocab_size, cfg.val_tokens, cfg.data_path) == (*found, str(tmp_path))
 
 
 @pytest.mark.parametrize("preset, width, flags, sentence", [
@@ -140,17 +135,13 @@ def test_bad_widths_are_refused(preset, width, flags, sentence):
         scaled(preset, width, *flags)
 
 
-def test_a_bare_proxy_is_the_smallest():
-    cfg, lines = scaled("speedrun_plus")
-    assert cfg.model_dim == 32 and lines[0] == "proxy: speedrun_plus at width 32 instead of 768"
-
-
-def test_a_plan_of_a_proxy_of_another_trainer(capsys):
+@pytest.mark.parametrize("word, width", [("--proxy", 32), ("--proxy=48", 48)])
+def test_a_plan_of_another_trainers_proxy(word, width, capsys):
     """As `record try` asks for its width and tokens."""
-    words = ["--trainer=elsewhere", "--preset=speedrun", "--proxy=48", "--dry-run"]
-    assert proxy.main(words, CPU) == 0
+    assert proxy.main(["--trainer=elsewhere", "--preset=speedrun", word, "--dry-run"], CPU) == 0
     out = capsys.readouterr().out
-    assert out.startswith("proxy: speedrun at width 48 ") and re.search(r"\nlimits: .* \(\d+ tokens\)\n$", out)
+    assert out.startswith(f"proxy: speedrun at width {width} instead of 768\n")
+    assert re.search(r"\nlimits: .* \(\d+ tokens\)\n$", out)
 
 
 @pytest.mark.parametrize("preset", slow_but(["golf", "speedrun_plus"], PROXIES))
@@ -163,8 +154,6 @@ def test_a_proxy_trains(preset, root, monkeypatch, capsys):
         argv.append("--extension-iterations=0")
     assert proxy.main(argv, CPU) == 0
     run = look(Path("logs", f"proxy_{preset}"))
-    vocabulary = r"(?m)^proxy vocab_size=512(, tokenizer_path=)?: that of the text$"
-    assert re.search(vocabulary, capsys.readouterr().out)
-    assert run.result["trained"]["val_loss"] < 9
+    assert "\nproxy vocab_size=512" in capsys.readouterr().out
     assert run.result["config"]["model_dim"] == "32" and len(run.losses) == 8
-    assert max(run.losses.values()) < 20
+    assert run.result["trained"]["val_loss"] < 9
