@@ -1,5 +1,6 @@
 """What a run finds around it: its launcher, its ranks, their share of memory and CPUs."""
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +32,10 @@ class Machine(NamedTuple):
 
 def check_launch(env: Mapping[str, str]) -> None:
     """Raises Refused for one of several tasks that would each train alone, as it lacks RANK or WORLD_SIZE.
-    What these say is the trainer's business."""
+    Whether these fit together, the trainer tells."""
     numbers = [f"{name}={env[name]}" for name in RANKS if name in env]
+    for number in numbers:
+        require(re.fullmatch("[A-Z_]+=[0-9]{1,6}", number), f"{number[:40]} must be a whole number")
     if numbers:
         for name in ("RANK", "WORLD_SIZE"):
             require(name in env, f"{name} is missing beside {' '.join(numbers)}: torchrun "
