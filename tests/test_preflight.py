@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +15,8 @@ import torch
 
 import train_gpt
 from helpers import (
-    DATA, LATER, MANIFEST, OURS, SCRIPT, TOY, TRAIN, VAL, cut, edit_manifest, patch,
-    rewrite_tokens, set_tokenizer, write_shard)
+    DATA, LATER, MANIFEST, SCRIPT, TOY, TRAIN, VAL, cut, edit_manifest, patch,
+    rewrite_tokens, run_cli, set_tokenizer, write_shard)
 from tools.run import dataset, machine, names, plan, preflight, script, surroundings
 from train_gpt import Refused, load_config, preset_config
 
@@ -761,11 +759,9 @@ def test_the_plan_of_speedrun_plus():
 # -------------------------------------------------------------------------------- as a program
 def test_the_program(workplace, refused):
     """As those start it who start torchrun themselves: from the checkout, or with it on the path."""
-    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    done = subprocess.run([sys.executable, "-m", "tools.run.preflight", "--ranks=2"], capture_output=True,
-                          text=True, env=env | OURS | dict(OMP_NUM_THREADS="1") | SMALL)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "world_size:2" in done.stdout and done.stdout.endswith("\nnext: train_gpt.py\n")
+    done = run_cli(workplace, "--ranks=2", module="tools.run.preflight", env=SMALL)
+    assert (done.code, done.err) == (0, "")
+    assert "world_size:2" in done.out and done.out.endswith("\nnext: train_gpt.py\n")
     assert "3 ranks do not divide the 16 sequences" in refused("--ranks=3", **SMALL)
 
 
