@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,6 +91,7 @@ def alone(*words):
 
 
 GOLF = "logs/.script/golf/train_gpt.py"
+OLD = "logs/old/train_gpt.py"
 WHOLE = str(SCRIPT)
 
 
@@ -207,25 +209,17 @@ def test_a_run_goes_on_as_it_began(words, env, machine, empty):
     assert told.fetches == told.asked == []
 
 
-def test_a_run_goes_on_where_it_can(machine, empty):
-    """On fewer GPUs; on the CPU that it began on; one that nobody knows is refused by the trainer."""
-    machine(gpus=2)
-    own = "logs/old/train_gpt.py"
-    began(empty, ranks=8)
-    assert prepared("RESUME=old") == torchrun(2, own, "--preset=golf", "--resume=old")
-    began(empty, ranks=8, device="cpu")
-    assert prepared("RESUME=old") == alone(own, "--preset=golf", "--resume=old")
-    began(empty, preset="speedrun", ranks=1)        # a proxy
-    assert prepared("RESUME=old") == alone(own, "--preset=speedrun", "--resume=old")
-    assert prepared("RESUME=old", "PRESET=tiny")["words"] == [own, "--resume=old", "--preset=tiny"]
-    assert prepared("RESUME=none") == alone(WHOLE, "--resume=none")
-
-
-def test_a_run_that_began_uncompiled_goes_on_so(machine, empty, capsys):
-    """Its checkpoint knows it: no flag, which would be refused beside RESUME."""
-    machine(compiler=False)
-    began(empty, preset="tiny")
-    assert prepared("RESUME=old")["words"][1:] == ["--preset=tiny", "--resume=old"]
+@pytest.mark.parametrize("run, words, found", [
+    (dict(ranks=8), [], torchrun(2, OLD, "--preset=golf", "--resume=old")),     # fewer GPUs
+    (dict(ranks=8, device="cpu"), [], alone(OLD, "--preset=golf", "--resume=old")),
+    (dict(preset="speedrun"), [], alone(OLD, "--preset=speedrun", "--resume=old")),     # a proxy
+    (dict(preset="speedrun"), ["PRESET=tiny"], alone(OLD, "--resume=old", "--preset=tiny")),
+    (dict(run_id="another"), [], alone(WHOLE, "--resume=old"))])       # which the trainer refuses
+def test_a_run_goes_on_where_it_can(run, words, found, machine, empty):
+    """Without a compiler, too: its checkpoint knows whether it began so, and a flag would be refused."""
+    machine(gpus=2, compiler=False)
+    began(empty, **run)
+    assert prepared("RESUME=old", *words) == found
 
 
 def test_words_of_a_restart():
@@ -253,12 +247,6 @@ def test_a_run_sorts_without_avx512_on_amd_unless_told_otherwise(vendor, given, 
 def test_memory_grows_in_segments_unless_told_otherwise():
     assert surroundings.allocator({}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert surroundings.allocator(dict(PYTORCH_CUDA_ALLOC_CONF="x")) == {}
-
-
-def test_bench_has_it_too():
-    """Before it loads numpy."""
-    text = (ROOT / "tools/dev/bench.py").read_text()
-    assert text.index("os.environ.update(sorting(") < text.index("\nimport numpy")
 
 
 # ---------------------------------------------------------------- a run that stands still
@@ -433,11 +421,9 @@ class Marker:
         found = []
         text = f"LAUNCHER_TEST={self.env['LAUNCHER_TEST']}\0".encode()
         for path in Path("/proc").glob("[0-9]*"):
-            try:
+            with suppress(OSError):
                 if text in (path / "environ").read_bytes():     # of a zombie it is empty
-                    found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
-                pass
+                    found.append(int(path.name))
         return found
 
 
@@ -445,12 +431,7 @@ class Marker:
 def marker():
     marker = Marker()
     yield marker
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if marker.env["LAUNCHER_TEST"].encode() in path.read_bytes():
-                os.kill(int(path.parent.name), signal.SIGKILL)
-        except OSError:
-            pass
+    guard.kill(marker.left(), signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- as a program, its parts stand-ins

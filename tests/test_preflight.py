@@ -552,11 +552,8 @@ def test_tasks_of_core_are_looked_at(workplace, refused, call):
     env = small | dict(PRESET="gpt2", DEPTH="0", TARGET_PARAM_DATA_RATIO="0", NUM_KV_HEADS="0",
                        VOCAB_SIZE="512", CORE_BUNDLE="nowhere", PACKING="rows")
     assert "no CORE tasks at 'nowhere': get them with `./run.sh data core`" in refused(**env)
-    Path("nowhere").mkdir()
-    assert "CORE bundle: core.yaml or eval_meta_data.csv is damaged or missing" in refused(**env)
     code, out, _ = call("--dry-run", **env)
-    assert code == 0 and "warning: CORE bundle: " in out and "stage table" in out
-    assert call(**env | dict(CORE="0"))[0] == 0
+    assert code == 0 and "warning: no CORE tasks at " in out and "stage table" in out
 
 
 # -------------------------------------------------------------------------------- runs and models
@@ -598,8 +595,6 @@ def test_models_that_do_not_say_what_they_were_trained_on(workplace, call, refus
     model_file("old.pt")
     code, out, _ = call(EVAL_FROM="old.pt", DATA_PATH=str(DATA))
     assert code == 0 and "eval_from=old.pt is older than the digests of data" in out
-    torch.save([1, 2], "list.pt")
-    assert "list.pt holds no model" in refused(EVAL_FROM="list.pt")
     Path("damaged.pt").write_bytes(b"PK")
     assert "damaged.pt is damaged or not from this trainer" in refused(EVAL_FROM="damaged.pt")
 

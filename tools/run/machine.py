@@ -35,7 +35,7 @@ def check_launch(env: Mapping[str, str]) -> None:
     Whether these fit together, the trainer tells."""
     numbers = [f"{name}={env[name]}" for name in RANKS if name in env]
     for number in numbers:
-        require(re.fullmatch("[A-Z_]+=[0-9]{1,6}", number), f"{number[:40]} must be a whole number")
+        require(re.fullmatch("[A-Z_]+=[0-9]{1,6}", number), f"{number[:40]!a} must be a whole number")
     if numbers:
         for name in ("RANK", "WORLD_SIZE"):
             require(name in env, f"{name} is missing beside {' '.join(numbers)}: torchrun "
