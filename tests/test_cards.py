@@ -53,10 +53,9 @@ def test_mfu_of_a_run():
     for gpus in (1, 8):
         text = plan.mfu(result_of("golf", f"{gpus}x NVIDIA H100 80GB HBM3", gpus * rate, 8000))
         assert text == f"mfu:0.457 of {gpus} x 989 bf16 TFLOP/s"
-    early, late = [plan.mfu(result_of("speedrun", EIGHT, 4e6, steps)) for steps in (300, 2160)]
-    assert 0.2 < float(early[4:9]) < float(late[4:9]) < 0.5
-    unknown = plan.mfu(result_of("golf", "1x NVIDIA Made Up", 1e6, 9))
-    assert unknown == "mfu:? of NVIDIA Made Up, whose peak is unknown"
+    early, late = [float(plan.mfu(result_of("speedrun", EIGHT, 4e6, steps))[4:9]) for steps in (300, 2160)]
+    assert 0.2 < early < late < 0.5
+    assert plan.mfu(result_of("golf", "1x NVIDIA Made Up", 1e6, 9)).startswith("mfu:? of NVIDIA Made Up, ")
     assert plan.mfu(result_of("tiny", "2 ranks x 1 threads of AMD EPYC", 1e4, 9)) == ""
 
 

@@ -1,18 +1,13 @@
 """docs/cluster/: each file starts two nodes of one rank, here by stand-ins for ssh, Slurm and SkyPilot, and
 they train as one node does."""
-import contextlib
 import os
-import random
-import shutil
-import socket
 import subprocess
-import sys
 
 import pytest
 import yaml
 
 import fork_server
-from helpers import ROOT, TOY, look, run_cli
+from helpers import ROOT, TOY, free_port, look, run_cli
 
 SETTINGS = TOY | dict(ITERATIONS="6", TRAIN_LOG_EVERY="1", COUNT_ORDERS="0",
                       COUNT_WORDS="0", OMP_NUM_THREADS="1")
@@ -35,14 +30,6 @@ wait "${jobs[0]}" && wait "${jobs[1]}"
 """
 
 
-def free_port():
-    """One that a Slurm job could have by its number, 20000 to 29999."""
-    for port in random.sample(range(20_000, 30_000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
 @pytest.fixture(scope="module")
 def alone(tiny_data, tmp_path_factory):
     """The losses of one rank."""
@@ -51,10 +38,6 @@ def alone(tiny_data, tmp_path_factory):
     done = run_cli(home, "--run-id=alone", "--matrix-lr=0.02", env=SETTINGS)
     assert done.code == 0, done.err
     return look(home / "logs/alone").losses
-
-
-def losses_agree(found, expected):
-    return found == pytest.approx(expected, abs=2e-4)
 
 
 def program(path, text):
@@ -86,16 +69,16 @@ def commands(home, port):
     sky = yaml.safe_load((ROOT / "docs/cluster/sky.yaml").read_text())
     parsed = subprocess.run(["bash", "-n"], input=sky["setup"].encode())
     assert sky["num_nodes"] == 2 and parsed.returncode == 0
-    run = sky["run"].replace("29500", str(port))
+    run = sky["run"].replace("29500", port)
     assert run != sky["run"]
     (home / "run.sh").write_text(run)
     program(home / "sky", SKY)
     flags = ["--run-id=nodes", "--matrix-lr=0.02"]
-    slurm = dict(SLURM_SUBMIT_DIR=str(home), SLURM_JOB_NODELIST="node[1-2]", SLURM_JOB_ID=str(port - 20000),
+    slurm = dict(SLURM_SUBMIT_DIR=str(home), SLURM_JOB_NODELIST="node[1-2]", SLURM_JOB_ID=port,
                  SLURM_JOB_NUM_NODES="2", SLURM_GPUS_ON_NODE="1")
     cloud = dict(SKYPILOT_NUM_NODES="2", SKYPILOT_NUM_GPUS_PER_NODE="1", SKYPILOT_NODE_IPS="localhost\nother",
                  ARGS=" ".join(flags))
-    return {"ssh": (["docs/cluster/ssh.sh", "localhost other", *flags], dict(GPUS="1", PORT=str(port))),
+    return {"ssh": (["docs/cluster/ssh.sh", "localhost other", *flags], dict(GPUS="1", PORT=port)),
             "slurm": (["bash", ROOT / "docs/cluster/slurm.sbatch", *flags], slurm), "sky": (["./sky"], cloud)}
 
 
@@ -109,46 +92,8 @@ def test_two_nodes_train_as_one(checkout, alone, name):
     assert done.stdout.count("limits: at most 6 steps") == 2        # each node has a plan
     run = look(checkout / "logs/nodes")
     assert "world_size:2" in run.log and run.result["world_size"] == 2
-    assert losses_agree(run.losses, alone)
+    assert run.losses == pytest.approx(alone, abs=2e-4)
     assert name != "ssh" or "localhost: world_size:2" in done.stdout, done.stdout
-
-
-@pytest.fixture
-def two_networks():
-    """Two network namespaces with a cable between them, where this machine's name leads to no address of
-    theirs. Those of 10.77.0.1 and 10.77.0.2 are called as it yields, with 1 and 2 at the end."""
-    name = f"host{os.getpid()}x"
-    commands = [f"netns add {name}1", f"netns add {name}2",
-                f"link add cable netns {name}1 type veth peer name cable netns {name}2"]
-    for n in (1, 2):
-        commands += [f"-n {name}{n} addr add 10.77.0.{n}/24 dev cable", f"-n {name}{n} link set cable up",
-                     f"-n {name}{n} link set lo up"]
-    try:
-        for words in commands:
-            done = subprocess.run(["ip", *words.split()], capture_output=True, text=True)
-            if "Operation not permitted" in done.stderr:
-                pytest.skip("network namespaces need root")
-            assert done.returncode == 0, (words, done.stderr)
-        yield name
-    finally:
-        for n in (1, 2):
-            subprocess.run(["ip", "netns", "del", f"{name}{n}"], capture_output=True)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("ip"), reason="needs iproute2")
-def test_two_machines_that_meet_through_a_cable(checkout, alone, two_networks):
-    """By ssh.sh and torchrun. gloo by itself gives the other machine 127.0.0.1 as its address."""
-    program(checkout / ".venv/bin/python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    inside = SSH.replace("shift\nexec", f'host=$1\nshift\nexec ip netns exec {two_networks}"${{host##*.}}"')
-    program(checkout.parent / "bin/ssh", inside)
-    env = {key: os.environ[key] for key in ("HOME",) if key in os.environ}
-    env |= SETTINGS | {"PATH": f"{checkout.parent}/bin:{os.environ['PATH']}", "GPUS": "1",
-                       "GLOO_SOCKET_IFNAME": "cable"}
-    words = ["docs/cluster/ssh.sh", "10.77.0.1 10.77.0.2", "--run-id=nodes", "--matrix-lr=0.02"]
-    done = subprocess.run(words, cwd=checkout, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert losses_agree(look(checkout / "logs/nodes").losses, alone)
 
 
 def test_ssh_says_that_a_node_failed(checkout):

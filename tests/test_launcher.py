@@ -2,21 +2,18 @@
 stopped, restarted and shown, and that nothing outlives it."""
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
-import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import train_gpt
-from helpers import OURS, ROOT, SCRIPT, TOY, look, on_terminal, slow, wait_until
-from tools.run import guard, launch, prepare, pulse, surroundings, watch
-from tools.run.preflight import Report
+from helpers import OURS, ROOT, SCRIPT, TOY, look, on_terminal, run_cli, slow, wait_until
+from tools.run import guard, launch, preflight, pulse, surroundings, watch
 from train_gpt import Refused, load_config
 
 SMALL = {name: text for name, text in TOY.items() if name.lower() in vars(load_config({}))}
@@ -46,7 +43,7 @@ def test_words_of_the_launcher_are_told_from_constants():
     assert (found.logger, found.restarts) == ("wandb", "3")
     assert read("golf", "--proxy").proxy == "" and read("--proxy=64").proxy == "64" == read("PROXY=64").proxy
     assert read("--restarts=2", RESTARTS="1").restarts == "2"
-    assert read(RESTARTS="1", LOGGER="x")[-2:] == ("x", "1")
+    assert read(RESTARTS="1", LOGGER="x")[-3:] == ("x", "1", "") and read("--ranks=2").ranks == "2"
 
 
 @pytest.mark.parametrize("words, env, planned", [
@@ -54,40 +51,34 @@ def test_words_of_the_launcher_are_told_from_constants():
     ([], dict(DRY_RUN="1"), True), ([], dict(DRY_RUN="0"), False), (["DRY_RUN=false"], {}, False),
     (["--dry-run=0"], dict(DRY_RUN="1"), False)])
 def test_ways_to_ask_for_a_plan(words, env, planned):
-    assert read(*words, **env).dry_run == planned and read(*words, **env).constants == []
+    assert read(*words, **env)[:4] == ([], False, None, planned)
 
 
 # ---------------------------------------------------------------- what is prepared
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(gpus, missing, codes, ...): such a one, where preflight finds that data are missing, and the
-    programs that get them end with these codes. What it returns tells what was called."""
-    told = SimpleNamespace(preflights=[], fetches=[])
+    """machine(gpus, compiler, flops): such a one, whose plan is not made. What it returns tells what was
+    asked for and fetched."""
+    told = SimpleNamespace(asked=[], fetches=[])
 
-    def machine(gpus=0, missing=(), codes=(), finished=False, batch=0, compiler=True, flops=()):
-        codes = [*codes]
-        monkeypatch.setattr(prepare, "gpus", lambda: gpus)
+    def machine(gpus=0, compiler=True, flops=()):
+        def check_run(asked, env):
+            told.asked.append(asked)
+            print("a plan")
+            return [*flops]
+
+        monkeypatch.setattr(preflight, "gpus", lambda: gpus)
+        monkeypatch.setattr(preflight.torch.cuda, "get_device_name", lambda n: f"card {n}")
         why = "" if compiler else "there is no C++ compiler (g++)"
-        monkeypatch.setattr(prepare, "compiler_missing", lambda env: why)
-
-        def preflight(env, words, log, dry_run, ranks, alone, may_fetch):
-            told.preflights.append(([*words], dry_run, ranks, alone))
-            log("a plan")
-            preset, _ = train_gpt.typed(env, words)
-            return Report(preset, [*words], batch, missing if may_fetch else [], finished, flops)
-
-        def fetch(arguments):
-            told.fetches.append(arguments)
-            return codes.pop(0) if codes else 0
-
-        monkeypatch.setattr(prepare, "preflight", preflight)
-        monkeypatch.setattr(prepare, "fetch", fetch)
+        monkeypatch.setattr(preflight, "compiler_missing", lambda env: why)
+        monkeypatch.setattr(preflight, "check_run", check_run)
+        monkeypatch.setattr(preflight, "fetch", told.fetches.append)
         return told
     return machine
 
 
 def prepared(*argv, **env):
-    return prepare.prepare(launch.read_words(argv, env), env)
+    return preflight.preflight(launch.read_words(argv, env), env, launched=True)
 
 
 def torchrun(ranks, *words):
@@ -100,6 +91,7 @@ def alone(*words):
 
 
 GOLF = "logs/.script/golf/train_gpt.py"
+OLD = "logs/old/train_gpt.py"
 WHOLE = str(SCRIPT)
 
 
@@ -112,85 +104,39 @@ def test_every_gpu_is_used(machine, empty):
     assert prepared(PRESET="golf") == torchrun(3, GOLF)
     assert prepared("speedrun") == torchrun(3, WHOLE, "--preset=speedrun")
     assert prepared() == prepared("tiny") | dict(words=[WHOLE]) == alone(WHOLE)
-    assert prepared("golf", "--device=cpu") == alone(GOLF, "--preset=golf", "--device=cpu")
-    assert prepared("golf", DEVICE="cpu") == alone(GOLF, "--preset=golf")
-    machine(gpus=1)
-    assert prepared("speedrun") == alone(WHOLE, "--preset=speedrun")
+    assert prepared("gpt2", "--device=cpu", COMPILE="0") == alone(WHOLE, "--preset=gpt2", "--device=cpu")
+    assert prepared("gpt2", DEVICE="cpu") == alone(WHOLE, "--preset=gpt2")
+    machine(gpus=1, flops=[(0, 1e9), (700, 2e9)])       # what MFU needs
+    found = alone(WHOLE, "--preset=speedrun") | dict(gpus=["card 0"], flops=[(0, 1e9), (700, 2e9)])
+    assert prepared("speedrun") == found
 
 
-def test_the_launcher_learns_what_mfu_needs(machine, empty, monkeypatch):
-    """The card of each rank, and the FLOPs of each stage."""
-    monkeypatch.setattr(prepare.torch.cuda, "get_device_name", lambda n: f"card {n}")
-    machine(gpus=2, flops=[(0, 1e9), (700, 2e9)])
-    answer = prepared("speedrun")
-    assert (answer["gpus"], answer["flops"]) == (["card 0", "card 1"], [(0, 1e9), (700, 2e9)])
+def test_what_gets_data(monkeypatch, capsys):
+    """Without data there is no run, and the exit code is that of the program. Without the tasks of CORE the
+    trainer decides."""
+    called = []
+
+    def popen(words):
+        called.append(words[1:])
+        return SimpleNamespace(wait=lambda: 3)
+
+    monkeypatch.setattr(preflight.subprocess, "Popen", popen)
+    for arguments, program in (([], "prepare"), (["gpt2"], "download")):
+        with pytest.raises(preflight.Ended, match="3"):
+            preflight.fetch(arguments)
+        assert called.pop() == ["-m", f"data.{program}", *arguments]
+    preflight.fetch(["core"])
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "getting data: ./run.sh data gpt2", "getting data: ./run.sh data core"]
+    monkeypatch.setattr(preflight, "gpus", lambda: 0)
+    assert preflight.main(["--json", "--device=cpu", "--compile=0"], {}) == 3
 
 
-def test_missing_data_are_fetched_then_looked_at(machine, empty, capsys):
-    told = machine(missing=[["fineweb-edu"], ["core"]])
-    assert prepared("gpt2")["ranks"] == 1
-    assert told.fetches == [["fineweb-edu"], ["core"]] and len(told.preflights) == 2
-    assert capsys.readouterr().out == (     # the plan once
-        "getting data: ./run.sh data fineweb-edu\ngetting data: ./run.sh data core\na plan\n")
-
-
-def test_what_cannot_be_fetched(machine, empty, capsys):
-    """Without data there is no run, and the exit code is that of the program. Without CORE's tasks preflight
-    decides: it is asked once more."""
-    told = machine(missing=[["fineweb-edu"]], codes=[3])
-    assert prepare.main(["gpt2"], {}) == 3
-    assert capsys.readouterr() == ("getting data: ./run.sh data fineweb-edu\na plan\n", "")
-    assert len(told.preflights) == 1
-    told = machine(missing=[["core"]], codes=[1])
-    assert prepare.main(["gpt2", "CORE=0"], {}) == 0
-    assert told.fetches[1:] == [["core"]] and len(told.preflights) == 3
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert answer["words"][1:] == ["--preset=gpt2", "--core=0"]
-
-
-@pytest.mark.parametrize("preset", ["golf", "gpt2"])
-def test_a_game_for_gpus_is_refused_before_its_data_are_fetched(preset, empty, monkeypatch, capsys):
-    """By preflight itself; whoever asks for the CPU gets them."""
-    fetched = []
-    monkeypatch.setattr(prepare, "gpus", lambda: 0)
-    monkeypatch.setattr(prepare, "fetch", lambda arguments: fetched.append(arguments) or 5)
-    assert prepare.main([preset], {}) == 2 and fetched == []
-    assert capsys.readouterr().err.startswith(f"preflight: {preset} is made for GPUs: ")
-    assert prepare.main([preset, "DEVICE=cpu"], {}) == 5 and len(fetched) == 1
-    assert list(empty.iterdir()) == []
-
-
-def test_data_of_ones_own_are_not_fetched(empty, monkeypatch, capsys):
-    fetched = []
-    monkeypatch.setattr(prepare, "fetch", lambda arguments: fetched.append(arguments) or 5)
-    assert prepare.main(["DATA_PATH=data/datasets/embedded"], {}) == 2
-    assert prepare.main([], dict(DATA_PATH="mine")) == 2
-    assert "./run.sh data" in capsys.readouterr().err and fetched == []
-    assert prepare.main([], {}) == 5 and fetched == [[]]
-
-
-def test_a_plan_fetches_and_makes_nothing(machine, empty, capsys):
-    told = machine(missing=[["fineweb-edu"]])
-    assert prepare.main(["gpt2", "--dry-run"], {}) == 0 == prepare.main(["golf"], dict(DRY_RUN="1"))
-    assert capsys.readouterr().out == "a plan\na plan\n"
-    assert told.fetches == [] and list(empty.iterdir()) == []
-    assert [dry_run for _, dry_run, *_ in told.preflights] == [True, True]
-
-
-def test_a_word_that_is_no_preset_is_refused_once(machine, empty, capsys):
-    machine()
-    assert prepare.main(["bord"], {}) == 2
-    out, err = capsys.readouterr()
-    refused, hint = err.splitlines()
-    assert out == "" and refused.startswith("preflight: unknown argument bord")
-    assert hint == "run.sh: ./run.sh help lists its commands"
-    for words in (["--matrix-lrr=1"], ["golf", "--matrix-lrr=1"], ["MATRIX_LR=much"]):
-        assert prepare.main(words, {}) == 2 and capsys.readouterr().err.count("\n") == 1
-
-
-def test_the_micro_batch_is_that_of_preflight(machine, empty):
-    machine(gpus=8, batch=6)
-    assert prepared("speedrun")["words"][-2:] == ["--preset=speedrun", "--device-batch-size=6"]
+@pytest.mark.parametrize("words, env", [(["gpt2", "--dry-run"], {}), (["golf"], dict(DRY_RUN="1"))])
+def test_a_plan_fetches_and_makes_nothing(words, env, machine, empty, capsys):
+    told = machine()
+    assert launch.main(words, env) == 0 and capsys.readouterr().out == "a plan\n"
+    assert told.fetches == [] and list(empty.iterdir()) == [] and told.asked[0].dry_run
 
 
 def test_without_a_compiler_the_step_stays_uncompiled(machine, empty, capsys):
@@ -220,11 +166,9 @@ def test_a_compiler_is_found_where_torch_looks(tmp_path, monkeypatch):
 def test_a_preset_trains_by_a_script_of_its_recipe_where_that_is_asked_for(machine, empty):
     told = machine()
     own = "logs/.script/tiny/train_gpt.py"
-    assert prepared("--script") == alone(own)
     assert prepared("tiny", "--script", "MATRIX_LR=0.02") == alone(own, "--preset=tiny", "--matrix-lr=0.02")
-    assert [alone for *_, alone in told.preflights] == [True, True]
-    assert (empty / own).read_text().startswith('"""train_gpt: the recipe tiny alone')
-    assert [*(empty / "logs/.script/tiny").iterdir()] == [empty / own]
+    assert told.asked[0].alone and [*Path(own).parent.iterdir()] == [Path(own)]
+    assert Path(own).read_text().startswith('"""train_gpt: the recipe tiny alone')
     with pytest.raises(Refused, match="--script: proxies are made from the whole"):
         prepared("speedrun", "--script", "--proxy=64")
 
@@ -232,14 +176,14 @@ def test_a_preset_trains_by_a_script_of_its_recipe_where_that_is_asked_for(machi
 def test_a_proxy_takes_one_gpu_and_the_embedded_text(machine, empty, monkeypatch):
     """It is trained by train_gpt.py itself; a text of one's own is left alone."""
     told = machine(gpus=8)
-    def expand_proxy(argv, env):
-        return [*argv[1:], "--model-dim=128", f"--seed={len(argv[0])}"]
+    def expand_proxy(width, words, env, log):
+        return [*words, f"--model-dim={width or 32}"]
 
     monkeypatch.setitem(sys.modules, "tools.run.proxy", SimpleNamespace(expand_proxy=expand_proxy))
     found = prepared("golf", "--proxy=128")
-    assert found == alone(WHOLE, "--preset=golf", "--model-dim=128", "--seed=11") and told.fetches == [[]]
+    assert found == alone(WHOLE, "--preset=golf", "--model-dim=128") and told.fetches == [[]]
     mine = prepared("golf", "--proxy", "DATA_PATH=mine")
-    assert mine["words"][1:3] == ["--preset=golf", "--data-path=mine"]
+    assert mine["words"][1:] == ["--preset=golf", "--data-path=mine", "--model-dim=32"]
     assert told.fetches == [[]]
 
 
@@ -258,38 +202,24 @@ def began(folder, run_id="old", preset="golf", ranks=1, device="auto", script="a
     (["RESUME=old"], {}), (["--resume=old"], {}), (["--resume", "old"], {}), ([], dict(RESUME="old"))])
 def test_a_run_goes_on_as_it_began(words, env, machine, empty):
     """With its script, preset and ranks, whatever is here now."""
-    told = machine(gpus=8, batch=5)
+    told = machine(gpus=8)
     began(empty, ranks=2)
     flags = ["--preset=golf", *["--resume=old"] * len(words[:1])]
     assert prepared(*words, **env) == torchrun(2, "logs/old/train_gpt.py", *flags)
-    assert told.fetches == [] and told.preflights[-1][0] == flags
+    assert told.fetches == told.asked == []
 
 
-def test_a_run_goes_on_where_it_can(machine, empty):
-    """On fewer GPUs; on the CPU that it began on; one that nobody knows is refused by preflight."""
-    machine(gpus=2)
-    own = "logs/old/train_gpt.py"
-    began(empty, ranks=8)
-    assert prepared("RESUME=old") == torchrun(2, own, "--preset=golf", "--resume=old")
-    began(empty, ranks=8, device="cpu")
-    assert prepared("RESUME=old") == alone(own, "--preset=golf", "--resume=old")
-    began(empty, preset="speedrun", ranks=1)        # a proxy
-    assert prepared("RESUME=old") == alone(own, "--preset=speedrun", "--resume=old")
-    assert prepared("RESUME=old", "PRESET=tiny")["words"] == [own, "--resume=old", "--preset=tiny"]
-    assert prepared("RESUME=none") == alone(WHOLE, "--resume=none")
-
-
-def test_a_run_that_has_finished_is_not_started(machine, empty, capsys):
-    machine(finished=True)
-    began(empty)
-    assert prepare.main(["RESUME=old"], {}) == 0 and capsys.readouterr().out == "a plan\n"
-
-
-def test_a_run_that_began_uncompiled_goes_on_so(machine, empty, capsys):
-    """Its checkpoint knows it: no flag, which would be refused beside RESUME."""
-    machine(compiler=False)
-    began(empty, preset="tiny")
-    assert prepared("RESUME=old")["words"][1:] == ["--preset=tiny", "--resume=old"]
+@pytest.mark.parametrize("run, words, found", [
+    (dict(ranks=8), [], torchrun(2, OLD, "--preset=golf", "--resume=old")),     # fewer GPUs
+    (dict(ranks=8, device="cpu"), [], alone(OLD, "--preset=golf", "--resume=old")),
+    (dict(preset="speedrun"), [], alone(OLD, "--preset=speedrun", "--resume=old")),     # a proxy
+    (dict(preset="speedrun"), ["PRESET=tiny"], alone(OLD, "--resume=old", "--preset=tiny")),
+    (dict(run_id="another"), [], alone(WHOLE, "--resume=old"))])       # which the trainer refuses
+def test_a_run_goes_on_where_it_can(run, words, found, machine, empty):
+    """Without a compiler, too: its checkpoint knows whether it began so, and a flag would be refused."""
+    machine(gpus=2, compiler=False)
+    began(empty, **run)
+    assert prepared("RESUME=old", *words) == found
 
 
 def test_words_of_a_restart():
@@ -314,31 +244,9 @@ def test_a_run_sorts_without_avx512_on_amd_unless_told_otherwise(vendor, given, 
     assert surroundings.for_trainer(given)[0].get("NPY_DISABLE_CPU_FEATURES") == found
 
 
-@pytest.mark.parametrize("given, found", [
-    ({}, "expandable_segments:True"), (dict(PYTORCH_ALLOC_CONF=""), None),
-    (dict(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64"), None)])
-def test_memory_grows_in_segments_unless_told_otherwise(given, found):
-    assert surroundings.for_trainer(given)[0].get("PYTORCH_ALLOC_CONF") == found
-
-
-HELP_OF = """
-import os, runpy, sys
-program = sys.argv.pop(1)
-sys.argv.append("--help")
-try:
-    runpy.run_module(program, run_name="__main__")
-except SystemExit:
-    print(sorted(name for name in os.environ if name.startswith(("NPY", "PYTORCH_A"))))
-"""
-
-
-@pytest.mark.parametrize("program", ["tools.gpu.report", "tools.dev.bench"])
-def test_tools_that_train_have_it_too(program, tmp_path):
-    """gpu-report and bench set what they need before they load numpy."""
-    done = subprocess.run([sys.executable, "-c", HELP_OF, program], cwd=tmp_path, text=True,
-                          capture_output=True, env=OURS | dict(PATH=os.environ["PATH"]))
-    names = surroundings.allocator({}) if "report" in program else surroundings.sorting({})
-    assert done.stdout.splitlines()[-1] == str(sorted(names)), done.stderr
+def test_memory_grows_in_segments_unless_told_otherwise():
+    assert surroundings.allocator({}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert surroundings.allocator(dict(PYTORCH_CUDA_ALLOC_CONF="x")) == {}
 
 
 # ---------------------------------------------------------------- a run that stands still
@@ -400,22 +308,19 @@ def test_a_run_that_is_slow_does_not_hang(tmp_path):
 
 
 def test_what_is_no_training_has_no_pace(tmp_path):
-    """Compiling and counting, the first step, scores, and the end."""
+    """Compiling and counting, scores, the end, and the last validation, which may have begun."""
     run = Clocked(tmp_path)
     assert run.waits(9000) == ""
-    run.pulse.line("counting n-grams")
-    assert run.waits(9000) == ""
-    run.trains(100, 0.1)
+    run.trains(200, 0.1)
+    assert run.waits(9000) != ""
     run.pulse.line("evaluating CORE")
     assert run.waits(9000) == ""
-    run.trains(200, 0.1, first=200)
-    assert run.waits(9000) != ""
     for kind in ("stop", "artifact", "score", "end"):
         run.trains(300, 0.1, first=300)
         run.tell(kind)
         assert run.waits(9000) == ""
     last = Clocked(tmp_path)
-    last.trains(200, 0.1, steps=250)        # the last validation may have begun
+    last.trains(200, 0.1, steps=250)
     assert last.waits(9000) == ""
 
 
@@ -456,10 +361,9 @@ print(json.dumps(dict(argv=sys.argv, name=__name__, file=__file__, first=sys.pat
 """
 
 
-def guarded(words, env=None, imports=(), changes=None):
+def guarded(*words, **env):
     """(exit code, stdout, stderr) of such a program."""
-    child = guard.Guarded(os.environ | (env or {}), imports, subprocess.PIPE, subprocess.PIPE)
-    child.run(words, changes)
+    child = guard.Guarded(words, os.environ | env, subprocess.PIPE, subprocess.PIPE)
     out, err = child.process.communicate(timeout=300)
     return child.process.returncode, out, err
 
@@ -468,11 +372,11 @@ def test_a_guarded_program_is_run_as_python_runs_it(empty):
     (empty / "asks.py").write_text(ASKS)
     plain = subprocess.run([sys.executable, "asks.py", "a b", "--c"], capture_output=True, text=True,
                            stdin=subprocess.DEVNULL, env=os.environ | dict(X="1"))
-    code, out, err = guarded(["asks.py", "a b", "--c"], changes=dict(X="1"))
+    code, out, err = guarded("asks.py", "a b", "--c", X="1")
     asked = json.loads(plain.stdout)
     asked["argv"][0] = str(empty / "asks.py")
     assert (code, json.loads(out), err) == (0, asked, "")
-    _, out, _ = guarded(["-m", "asks", "d"])
+    _, out, _ = guarded("-m", "asks", "d")
     assert json.loads(out)["argv"] == [str(empty / "asks.py"), "d"] and json.loads(out)["name"] == "__main__"
 
 
@@ -483,20 +387,8 @@ def test_a_guarded_program_is_run_as_python_runs_it(empty):
     ("raise KeyboardInterrupt", 130, "")])
 def test_the_exit_code_of_a_guarded_program(code, ends, err, empty):
     (empty / "p.py").write_text(code)
-    found = guarded(["p.py"])
+    found = guarded("p.py")
     assert found[0] == ends and (err in found[2] if err else found[2] == "")
-
-
-def test_imports_are_made_while_a_program_waits(empty):
-    """A broken one is the program's own business; once the words are there, no more are made."""
-    (empty / "first.py").write_text("import pathlib\npathlib.Path('imported').touch()")
-    (empty / "broken.py").write_text("1 / 0")
-    (empty / "p.py").write_text("import sys\nprint('first' in sys.modules, 'broken' in sys.modules)")
-    env = os.environ | dict(PYTHONPATH=str(empty))
-    child = guard.Guarded(env, ["broken", "first"], subprocess.PIPE, subprocess.PIPE)
-    wait_until((empty / "imported").exists)
-    child.run(["p.py"])
-    assert child.process.communicate(timeout=300) == ("True False\n", "")
 
 
 LEAVES = """
@@ -515,7 +407,7 @@ def test_what_a_program_leaves_behind_is_ended(how, empty, monkeypatch, marker):
     """Also in a session of its own, deaf to SIGTERM, and where the program was killed."""
     monkeypatch.setattr(guard, "PATIENCE", 1.0)
     (empty / "leaves.py").write_text(LEAVES)
-    assert guarded(["leaves.py", how], env=marker.env)[0] == (0 if how == "ends" else 137)
+    assert guarded("leaves.py", how, **marker.env)[0] == (0 if how == "ends" else 137)
     assert marker.left() == []
 
 
@@ -529,11 +421,9 @@ class Marker:
         found = []
         text = f"LAUNCHER_TEST={self.env['LAUNCHER_TEST']}\0".encode()
         for path in Path("/proc").glob("[0-9]*"):
-            try:
+            with suppress(OSError):
                 if text in (path / "environ").read_bytes():     # of a zombie it is empty
-                    found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
-                pass
+                    found.append(int(path.name))
         return found
 
 
@@ -541,12 +431,7 @@ class Marker:
 def marker():
     marker = Marker()
     yield marker
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if marker.env["LAUNCHER_TEST"].encode() in path.read_bytes():
-                os.kill(int(path.parent.name), signal.SIGKILL)
-        except OSError:
-            pass
+    guard.kill(marker.left(), signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- as a program, its parts stand-ins
@@ -555,9 +440,8 @@ import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 os.environ["PYTHONPATH"] = {str(ROOT)!r}
 from tools.run import guard, launch, pulse, watch
-launch.EARLY = ()
 if "STAND_INS" in os.environ:
-    launch.PREPARE, watch.SHOW = ["prepare.py"], ["show.py"]
+    launch.PREFLIGHT, watch.SHOW = ["prepare.py"], ["show.py"]
 guard.PATIENCE = float(os.environ.get("PATIENCE", 60))
 pulse.LEAST = float(os.environ.get("LEAST", 120))
 sys.exit(launch.main(sys.argv[1:], os.environ))
@@ -569,7 +453,7 @@ print("a plan", flush=True)
 if "FETCHING" in os.environ:
     fetching = subprocess.Popen([sys.executable, "-c", FETCHES])
     fetching.wait()
-if "REFUSED" in os.environ:
+if os.environ.get("REFUSED"):
     sys.exit(2)
 print(json.dumps(dict(words=json.loads(os.environ["WORDS"]), ranks=int(os.environ.get("RANKS", 1)), gpus=[],
                       flops=[])))
@@ -589,9 +473,10 @@ import json, os, signal, sys, time
 def came(number, frame):
     open("stopped", "a").write(f"{number} ")
     sys.exit("train_gpt: interrupted")
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, signal.SIG_IGN if "DEAF" in os.environ else came)
 attempt = len(os.listdir("attempts"))
+task = json.loads(os.environ["TASKS"])[attempt]
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN if task == "deaf" else came)
 open(f"attempts/{attempt}", "w").write(json.dumps(sys.argv[1:]))
 os.makedirs("logs/r", exist_ok=True)
 print("run folder: logs/r", flush=True)
@@ -604,9 +489,8 @@ for step in range(1, 11):
     event(kind="train", step=step, steps=1000, seconds=step / 1000, tokens=step, mean_loss=2.0, eta=60.0)
 if "SAVES" in os.environ:
     open("logs/r/checkpoint.pt", "w")
-task = json.loads(os.environ["TASKS"])[attempt]
 print(f"attempt {attempt}: {task}", flush=True)
-if task == "sleep":
+if task in ("sleep", "deaf"):
     time.sleep(600)
 if task == 0:
     open("logs/r/result.json", "w").write("{}")
@@ -650,7 +534,7 @@ def attempts(place):
 
 
 def test_a_run_from_plan_to_picture(place, marker):
-    """The answer of prepare.py is not shown."""
+    """The answer of preflight.py is not shown."""
     code, out, err = ended(start(place, marker, "tiny", "--x=1"))
     assert (code, err, attempts(place), marker.left()) == (0, "", [["--x=1"]], [])
     assert out == "a plan\nrun folder: logs/r\nwarmup before the clock\nattempt 0: 0\nshown ['logs/r']\n"
@@ -679,45 +563,33 @@ def test_a_terminal_shows_the_plan_in_short(place, marker):
     assert stages[0] == "checking" and "75 %" not in "".join(live)
 
 
-def test_a_trainer_may_open_a_thousand_shards(place, marker):
+LIMITS = """
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+from tools.run.surroundings import raise_file_limit
+hard = getrlimit(RLIMIT_NOFILE)[1]
+setrlimit(RLIMIT_NOFILE, (256, hard))
+raise_file_limit()
+assert getrlimit(RLIMIT_NOFILE) == (hard, hard)
+"""
+
+
+def test_a_trainer_may_open_a_thousand_shards():
     """Whatever the shell's limit is: the system's counts."""
-    said = "import resource, sys\nsys.exit(f'train_gpt: {resource.getrlimit(resource.RLIMIT_NOFILE)}')\n"
-    (place / "train_gpt.py").write_text(said)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    process = start(place, marker)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    _, _, err = ended(process)
-    assert err == f"train_gpt: {(hard, hard)}\n"
+    subprocess.run([sys.executable, "-c", LIMITS], cwd=ROOT, check=True)
 
 
-def test_what_is_refused_is_not_trained(place, marker):
-    code, out, err = ended(start(place, marker, REFUSED="1"))
-    assert (code, out, err, attempts(place), marker.left()) == (2, "a plan\n", "", [], [])
-
-
-@pytest.mark.parametrize("code", [1, 2, 3])
-def test_the_exit_code_is_the_trainers(code, place, marker):
-    """And nothing is shown of a run that failed."""
-    found, out, _ = ended(start(place, marker, tasks=[code]))
-    assert found == code and out.endswith(f"attempt 0: {code}\n") and marker.left() == []
-
-
-def test_a_logger_gets_scalars_and_samples(place, marker):
-    """From the launcher; the trainer does not know of it."""
-    (place / "wandb.py").write_text(WANDB)
-    (place / "train_gpt.py").write_text(f"import os\nassert 'LOGGER' not in os.environ\n{TRAINER}")
-    code, out, err = ended(start(place, marker, "LOGGER=wandb", PYTHONPATH=str(place)))
-    assert (code, err) == (0, "") and out.endswith("\nsample 1: x\n")
-    assert ended(start(place, marker, LOGGER="wandb", PYTHONPATH=str(place), REFUSED="1"))[0] == 2
-    code, _, err = ended(start(place, marker, LOGGER="mlflow"))
-    assert (code, err) == (2, "run.sh: LOGGER=mlflow is none of tensorboard, wandb, trackio\n")
+@pytest.mark.parametrize("refused, ends, said", [("1", 2, "a plan\n"), ("", 3, "attempt 0: 3\n")])
+def test_the_exit_code(refused, ends, said, place, marker):
+    """What is refused is not trained; nothing is shown of a run that failed; without a checkpoint there is
+    no restart."""
+    found, out, err = ended(start(place, marker, tasks=[3, 0], RESTARTS="3", REFUSED=refused))
+    assert (found, err, marker.left()) == (ends, "", []) and out.endswith(said)
 
 
 WANDB = """
 class Run:
     def log(self, values, step=None):
-        print(*values.values(), flush=True)
+        print("logged", step, values.get("samples", ""), flush=True)
     def finish(self):
         pass
 def init(project, name, config):
@@ -731,8 +603,7 @@ def test_what_cannot_be_shown_changes_nothing(place, marker):
 
 
 @pytest.mark.parametrize("restarts, tasks, count, ends", [
-    ("2", [1, 1, 0], 2, 0), ("1", [1, 1, 0], 1, 1), ("5", [3, 2, 0], 1, 2), ("0", [1, 0], 0, 1),
-    ("", [1, 0], 0, 1), ("3", [0, 1], 0, 0)])
+    ("2", [1, 1, 0], 2, 0), ("1", [1, 1, 0], 1, 1), ("5", [3, 2, 0], 1, 2), ("", [1, 0], 0, 1)])
 def test_restarts(restarts, tasks, count, ends, place, marker):
     """Up to so many, until one finishes or is refused. Each goes on from the checkpoint, by the run's own
     script."""
@@ -746,25 +617,16 @@ def test_restarts(restarts, tasks, count, ends, place, marker):
 
 
 def test_a_logger_gets_each_step_once_though_the_run_is_restarted(place, marker):
-    """The events of the first attempt lie in the file that the second one continues."""
-    (place / "wandb.py").write_text(WANDB.replace("*values.values()", '"logged", step'))
-    code, out, _ = ended(start(
+    """And the samples, from the launcher: the trainer does not know of it. The events of the first attempt
+    lie in the file that the second one continues."""
+    (place / "wandb.py").write_text(WANDB)
+    (place / "train_gpt.py").write_text(f"import os\nassert 'LOGGER' not in os.environ\n{TRAINER}")
+    code, out, err = ended(start(
         place, marker, "--run-id=r", "LOGGER=wandb", "RESTARTS=1", tasks=[1, 0], SAVES="1",
         words=["train_gpt.py", "--run-id=r", "--x=1"], PYTHONPATH=f"{place}:{ROOT}"))
-    assert code == 0
-    assert [line for line in out.splitlines() if line.startswith("logged")] == [
-        *[f"logged {step}" for step in range(1, 11)] * 2, "logged None"]     # None: the samples
-
-
-def test_without_a_checkpoint_there_is_no_restart(place, marker):
-    assert ended(start(place, marker, tasks=[1, 0], RESTARTS="3"))[0] == 1 and len(attempts(place)) == 1
-
-
-def test_who_stops_a_run_wants_no_restart(place, marker):
-    process = start(place, marker, tasks=["sleep", 0], RESTARTS="3", SAVES="1")
-    wait_for(process, "attempt 0")
-    process.send_signal(signal.SIGTERM)
-    assert ended(process)[0] == 1 and len(attempts(place)) == 1
+    assert code == 0 and err == "run.sh: exit code 1; RESUME=r, 0 restarts left\n"
+    logged = [line.rstrip() for line in out.splitlines() if line.startswith("logged")]
+    assert logged == [*[f"logged {step}" for step in range(1, 11)] * 2, "logged None sample 1: x"]
 
 
 def test_help_is_the_trainers(monkeypatch):
@@ -774,16 +636,17 @@ def test_help_is_the_trainers(monkeypatch):
     assert called == [[sys.executable, str(SCRIPT), "--preset=golf", "--matrix-lr=1", "--seed=2", "--help"]]
 
 
-def test_restarts_must_be_a_number(place, marker):
-    code, _, err = ended(start(place, marker, RESTARTS="x"))
-    assert (code, err) == (2, "run.sh: RESTARTS=x must be a number\n")
+@pytest.mark.parametrize("word, said", [
+    ("RESTARTS=x", "RESTARTS=x must be a number"),
+    ("LOGGER=mlflow", "LOGGER=mlflow is none of tensorboard, wandb, trackio")])
+def test_words_of_the_launcher_that_are_refused(word, said, capsys):
+    assert launch.main([word], {}) == 2 and capsys.readouterr() == ("", f"run.sh: {said}\n")
 
 
-def test_a_package_that_is_missing(place, marker):
-    without = DRIVER.replace("launch.EARLY = ()", "launch.PACKAGES = ('no_such_package',)")
-    (place / "driver.py").write_text(without)
-    code, _, err = ended(start(place, marker))
-    assert (code, err) == (2, "run.sh: the package no_such_package is missing: ./run.sh setup\n")
+def test_a_package_that_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "PACKAGES", ("no_such_package",))
+    assert launch.main([], {}) == 2
+    assert capsys.readouterr().err == "run.sh: the package no_such_package is missing: ./run.sh setup\n"
 
 
 def wait_for(process, words):
@@ -795,20 +658,16 @@ def wait_for(process, words):
 
 
 def test_a_run_that_hangs_is_stopped(place, marker):
-    """A deaf one is killed; the exit code is 1, and a restart goes on."""
-    env = dict(LEAST="1", PATIENCE="1", SAVES="1", DEAF="1")
-    began_at = time.monotonic()
-    code, out, err = ended(start(place, marker, tasks=["sleep", 0], RESTARTS="1", **env))
-    assert code == 0 and "attempt 1: 0\n" in out and marker.left() == []
-    first, second = err.splitlines()
-    assert first.startswith("run.sh: nothing has happened for ") and first.endswith("hangs and is stopped")
-    assert second == "run.sh: exit code 1; RESUME=r, 0 restarts left" and time.monotonic() - began_at < 60
-    assert not (place / "stopped").exists()
-
-
-def test_a_hang_ends_with_exit_code_1(place, marker):
-    code, _, err = ended(start(place, marker, tasks=["sleep"], LEAST="1"))
-    assert code == 1 and "the run hangs" in err and (place / "stopped").read_text() == "15 "
+    """By SIGTERM, a deaf one by SIGKILL; a restart goes on; the exit code is 1."""
+    process = start(place, marker, tasks=["deaf", "sleep"], RESTARTS="1", SAVES="1", LEAST="1", PATIENCE="1")
+    code, out, err = ended(process)
+    assert code == 1 and "attempt 1: sleep\n" in out and marker.left() == []
+    first, second, third, last = err.splitlines()
+    assert last == "train_gpt: interrupted"
+    for said in (first, third):
+        assert said.startswith("run.sh: nothing has happened for ") and said.endswith("hangs and is stopped")
+    assert second == "run.sh: exit code 1; RESUME=r, 0 restarts left"
+    assert (place / "stopped").read_text() == "15 "
 
 
 def test_the_rank_that_hangs_is_named(place, marker):
@@ -821,7 +680,7 @@ def test_the_rank_that_hangs_is_named(place, marker):
 
 def test_ctrl_c_twice_ends_at_once(place, marker):
     """The first one lets the trainer save, which may take minutes."""
-    process = start(place, marker, tasks=["sleep"], DEAF="1")
+    process = start(place, marker, tasks=["deaf"])
     wait_for(process, "attempt 0")
     process.send_signal(signal.SIGINT)
     assert process.stderr.readline().startswith("stopping: a checkpoint is saved first")
@@ -845,35 +704,29 @@ MOMENTS = [("attempt", "INT"), ("attempt", "HUP"), ("attempt", "KILL"), ("attemp
     (phase, sent) if (phase, sent) in MOMENTS else slow(phase, sent)
     for phase in PHASES for sent in SIGNALS])
 def test_nothing_outlives_the_launcher(phase, sent, place, marker):
-    """Whatever ends it and when; while it trains, the trainer is asked to save first."""
-    process = start(place, marker, tasks=[0 if phase == "shown" else "sleep"], **PHASES[phase])
+    """Whatever ends it and when; while it trains, the trainer is asked to save first. Who stops a run wants
+    no restart."""
+    tasks = [0 if phase == "shown" else "sleep", 0]
+    process = start(place, marker, tasks=tasks, SAVES="1", RESTARTS="1" if sent in SAVED else "",
+                    **PHASES[phase])
     wait_for(process, phase)
     process.send_signal(getattr(signal, f"SIG{sent}"))
     code, _, err = ended(process)
     wait_until(lambda: marker.left() == [], 30)
-    assert "Traceback" not in err
+    assert "Traceback" not in err and len(attempts(place)) == (phase != "fetching")
     assert code == 0 if phase == "shown" and sent not in ("KILL", "ABRT", "SEGV") else code != 0
     stopped = (place / "stopped").read_text() if (place / "stopped").exists() else None
     assert stopped == (SAVED.get(sent) if phase == "attempt" else None)
 
 
-def test_a_deaf_trainer_does_not_outlive_a_launcher_that_was_killed(place, marker):
-    process = start(place, marker, tasks=["sleep"], DEAF="1", PATIENCE="1")
-    wait_for(process, "attempt")
-    process.kill()
-    process.wait()
-    wait_until(lambda: marker.left() == [], 30)
-
-
 def test_a_terminal_that_closes_ends_the_run(place, marker):
-    """All of the job gets SIGHUP, then SIGKILL, as by a window that is closed."""
-    process = start(place, marker, tasks=["sleep"])
+    """All of the job gets SIGHUP, then SIGKILL, as by a window that is closed; a deaf trainer ends, too."""
+    process = start(place, marker, tasks=["deaf"], PATIENCE="1")
     wait_for(process, "attempt")
     os.killpg(process.pid, signal.SIGHUP)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     wait_until(lambda: marker.left() == [], 30)
-    assert (place / "stopped").read_text() in ("15 ", "15 15 ")
 
 
 def test_a_guard_that_is_killed_takes_its_program_along(place, marker):
@@ -932,53 +785,23 @@ def test_a_real_run(real, marker):
 
 def same_run(real):
     """logs/a is what a bare trainer makes."""
-    bare = subprocess.run([sys.executable, str(SCRIPT)], cwd=real, capture_output=True, text=True,
-                          env=dict(PATH=os.environ["PATH"]) | SMALL | dict(RUN_ID="bare"))
-    assert bare.returncode == 0, bare.stderr
+    bare = run_cli(real, "--run-id=bare", env=SMALL)
+    assert bare.code == 0, bare.err
     run, plain = (look(real / "logs" / name) for name in ("a", "bare"))
     assert (run.weights, run.losses, run.val_losses) == (plain.weights, plain.losses, plain.val_losses)
     assert len(run.losses) == 12
 
 
-# What may be set where somebody works
-ODD = dict(
-    PYTHONOPTIMIZE="2", PYTHONWARNINGS="error", PYTHONUTF8="0", LC_ALL="C", PYTHONIOENCODING="ascii",
-    PYTHONSAFEPATH="1", PYTHONDONTWRITEBYTECODE="1", PYTHONNOUSERSITE="1", PYTHONHASHSEED="7",
-    PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1", PYTHONCOERCECLOCALE="0", OMP_NUM_THREADS="1",
-    TMPDIR="/nowhere/x", HOME="/nowhere/y", XDG_CACHE_HOME="", MPLCONFIGDIR="/proc/nowhere", TZ="Mars/Moon",
-    TORCHINDUCTOR_CACHE_DIR="/proc/nowhere", COLUMNS="0", LINES="-1", TERM="odd", NO_COLOR="1",
-    CUDA_VISIBLE_DEVICES="abc")
-
-
-@pytest.mark.parametrize("odd, shell", [
-    slow({}, "| head -n 2"), slow({}, "> /dev/full 2>&1"), slow({}, "<&- >&- 2>&-"), slow(ODD, "| head -n 3"),
-    slow(ODD, "2>&1 | cat > said")])
-def test_nobody_reads_and_odd_environments_change_nothing(odd, shell, real, marker):
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", ["| head -n 2", "> /dev/full 2>&1", "<&- >&- 2>&-"])
+def test_nobody_reads(shell, real, marker):
     """A run goes on to its end, into its folder."""
-    env = dict(PATH=os.environ["PATH"]) | OURS | SMALL | marker.env | odd | dict(RUN_ID="a")
+    env = dict(PATH=os.environ["PATH"]) | OURS | SMALL | marker.env | dict(RUN_ID="a")
     script = f'"$0" -m tools.run.launch {shell}; exit "${{PIPESTATUS[0]}}"'
     done = subprocess.run(["bash", "-c", script, sys.executable], cwd=real, env=env, capture_output=True,
                           text=True)
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    assert marker.left() == []
+    assert (done.returncode, "Traceback" in done.stderr, marker.left()) == (0, False, []), done.stderr
     same_run(real)
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_belongs_to_one(real, marker):
-    """A second process, also from another shell, enters it as little as it resumes it."""
-    first = start_real(real, marker, "RUN_ID=a", ITERATIONS="100000", SAVE_EVERY="1")
-    wait_for(first, "step:3/")
-    for word, said in (("RESUME=a", "belongs to a run that is still going"), ("RUN_ID=a", "logs/a exists")):
-        code, _, err = ended(start_real(real, marker, word, ITERATIONS="100000", SAVE_EVERY="1"))
-        assert code == 2 and said in err and err.count("\n") == 1, err
-    first.kill()        # the lock ends with it
-    first.communicate()
-    wait_until(lambda: marker.left() == [], 60)
-    again = start_real(real, marker, "RESUME=a", ITERATIONS="100000", SAVE_EVERY="1")
-    wait_for(again, "resume: from step ")
-    again.send_signal(signal.SIGTERM)
-    assert ended(again)[0] == 1 and marker.left() == []
 
 
 def slow_words(ranks, run_id, **settings):
@@ -990,12 +813,11 @@ def slow_words(ranks, run_id, **settings):
 REAL_PHASES = {     # what pauses, does a stop leave a checkpoint?
     "open_data": False, "open_folder": False, "train_step": True, "save_checkpoint": True, "evaluate": False,
     "score_final": False}
-FEW = [("train_step", "TERM", 2), ("train_step", "KILL", 1)]
 
 
 @pytest.mark.parametrize("phase, sent, ranks", [
-    (phase, sent, ranks) if (phase, sent, ranks) in FEW else slow(phase, sent, ranks)
-    for phase in REAL_PHASES for sent in ("INT", "TERM", "HUP", "KILL", "QUIT") for ranks in (1, 2)])
+    ("train_step", "TERM", 2), slow("train_step", "KILL", 1), slow("train_step", "INT", 1), *[
+        slow(phase, sent, 2) for phase in REAL_PHASES for sent in ("INT", "HUP", "KILL", "QUIT")]])
 def test_nothing_of_a_real_run_outlives_the_launcher(phase, sent, ranks, real, marker):
     (real / "prepare.py").write_text(PREPARE)
     (real / "show.py").write_text(SHOW)
@@ -1011,5 +833,6 @@ def test_nothing_of_a_real_run_outlives_the_launcher(phase, sent, ranks, real, m
     if REAL_PHASES[phase] and sent != "QUIT":
         assert (real / "logs/a/checkpoint.pt").exists()
     if sent in ("INT", "TERM", "HUP") and phase == "train_step":
-        # Each process writes its own lines: whose come first is chance
-        assert sorted(err.splitlines()) == sorted([watch.STOPPING] + ["train_gpt: RESUME=a"] * ranks), err
+        # each process writes its own lines, whose ends may come late
+        assert watch.STOPPING in err and err.count("train_gpt: RESUME=a") == ranks, err
+        assert err.count("\n") == 1 + ranks, err

@@ -4,11 +4,8 @@ import hashlib
 import itertools
 import json
 import os
-import random
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,17 +15,15 @@ import torch
 
 import train_gpt
 from helpers import (
-    DATA, LATER, MANIFEST, MODEL, ROOT, TOY, TRAIN, VAL, cut, edit_manifest, other_tokenizer, patch,
-    rewrite_tokens, set_tokenizer, write_shard)
-from tools.run import dataset, machine, names, plan, preflight, surroundings
+    DATA, LATER, MANIFEST, SCRIPT, TOY, TRAIN, VAL, cut, edit_manifest, patch,
+    rewrite_tokens, run_cli, set_tokenizer, write_shard)
+from tools.run import dataset, machine, names, plan, preflight, script, surroundings
 from train_gpt import Refused, load_config, preset_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = {name: text for name, text in TOY.items() if name.lower() in vars(load_config({}))}
-MEETING = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-TWO = dict(RANK="0", WORLD_SIZE="2") | MEETING
-CPU = machine.Machine(1, 1, False, torch.device("cpu"), torch.float32, 1 << 40, 2)
+CPU = machine.Machine(1, False, torch.device("cpu"), torch.float32, 1 << 40, 2)
 GPU = CPU._replace(on_gpu=True, device=torch.device("cuda"), dtype=torch.bfloat16)
 
 
@@ -64,50 +59,43 @@ def refused(call):
 
 
 # -------------------------------------------------------------------------------- launchers
-WELL_FORMED = [
-    ({}, None), (dict(RANK="0", WORLD_SIZE="1"), (1, 1)), (TWO, (2, 2)), (TWO | dict(RANK="1"), (2, 2)),
-    (MEETING, None),
-    (MEETING | dict(RANK="9", WORLD_SIZE="16", LOCAL_RANK="3", LOCAL_WORLD_SIZE="4"), (16, 4)),
-    (dict(RANK="00", WORLD_SIZE="01"), (1, 1))]
-NO_NUMBERS = ("", " ", "x", "1.0", "-1", "+1", " 1", "1 ", "1_0", "0x1", "1e0", "½", "٣", "１", "nan", "None",
-              "4,2", "9" * 5000, "1\n", "\udcff", "tcp://10.0.0.1:2345", "70000000")
-MALFORMED = [   # variables, what the sentence names
-    *((TWO | {name: text}, name) for name in machine.LAUNCH_NUMBERS for text in NO_NUMBERS),
-    (dict(RANK="0"), "WORLD_SIZE"), (dict(RANK="3"), "WORLD_SIZE"), (dict(WORLD_SIZE="2"), "RANK"),
-    (dict(WORLD_SIZE="1"), "RANK"), (dict(LOCAL_RANK="0"), "RANK"), (dict(LOCAL_WORLD_SIZE="2"), "RANK"),
-    (dict(RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"), "WORLD_SIZE"),
-    (dict(RANK="0") | MEETING, "WORLD_SIZE"),
-    (dict(WORLD_SIZE="0"), "RANK is missing"), (TWO | dict(WORLD_SIZE="0"), "WORLD_SIZE:0"),
-    (TWO | dict(RANK="2"), "RANK:2"), (TWO | dict(RANK="7"), "RANK:7"),
-    (TWO | dict(LOCAL_RANK="7"), "LOCAL_RANK:7"), (TWO | dict(LOCAL_WORLD_SIZE="3"), "LOCAL_WORLD_SIZE:3"),
-    (TWO | dict(LOCAL_WORLD_SIZE="0"), "LOCAL_WORLD_SIZE"),
-    (TWO | dict(LOCAL_RANK="1", LOCAL_WORLD_SIZE="1"), "LOCAL_RANK:1"),
-    *((MEETING | dict(MASTER_PORT=port), "MASTER_PORT") for port in ("0", "65536", "99999")),
-    (dict(RANK="0", WORLD_SIZE="2"), "MASTER_ADDR"), (TWO | dict(MASTER_ADDR=""), "MASTER_ADDR"),
-    (dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"), "MASTER_PORT")]
-LONE_TASKS = {
-    "Slurm": dict(SLURM_PROCID="1", SLURM_NTASKS="8"),
-    "Slurm, a step of an allocation": dict(SLURM_PROCID="0", SLURM_NTASKS="1", SLURM_STEP_NUM_TASKS="2"),
-    "Open MPI": dict(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="4"),
-    "MPICH": dict(PMI_RANK="3", PMI_SIZE="4")}
+LONE_TASKS = [
+    dict(SLURM_PROCID="1", SLURM_NTASKS="8"),
+    dict(SLURM_PROCID="0", SLURM_NTASKS="1", SLURM_STEP_NUM_TASKS="2"),     # a step of an allocation
+    dict(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="4"), dict(PMI_RANK="3", PMI_SIZE="4")]
 
 
-@pytest.mark.parametrize("env, found", WELL_FORMED)
-def test_ranks(env, found):
-    assert machine.read_launch(env) == found
+@pytest.mark.parametrize("words", [[], ["--dry-run"]])
+@pytest.mark.parametrize("env", LONE_TASKS)
+def test_several_tasks_do_not_each_train_alone(env, words, workplace, refused):
+    sentence = refused(*words, **SMALL | env)
+    assert all(word in sentence for word in ("without RANK and WORLD_SIZE", "torchrun --nproc_per_node"))
+    machine.check_launch(env | dict(RANK="0", WORLD_SIZE="1"))  # torchrun or a batch script has set them
 
 
-def test_malformed_ranks_are_refused_in_one_sentence():
-    for env, word in MALFORMED:
-        with pytest.raises(Refused) as caught:
-            machine.read_launch(env)
-        sentence = str(caught.value)
-        assert word in sentence and len(sentence) < 250 and sentence.isprintable(), (env, sentence)
+@pytest.mark.parametrize("env, missing", [
+    (dict(RANK="0"), "WORLD_SIZE"), (dict(WORLD_SIZE="2"), "RANK"), (dict(LOCAL_RANK="0"), "RANK"),
+    (dict(RANK="0", LOCAL_WORLD_SIZE="2"), "WORLD_SIZE")])
+def test_half_of_a_launch(env, missing, workplace, refused):
+    assert f"preflight: {missing} is missing beside {[*env][0]}=" in refused(**SMALL | env)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1.0", "-1", " 1", "½", "4,2", "9" * 5000, "1\n", "\udcff"])
+def test_numbers_of_a_launch(text, workplace, refused):
+    assert "must be a whole number" in refused(**SMALL | dict(RANK="0", WORLD_SIZE=text))
+
+
+@pytest.mark.parametrize("env", [
+    {}, dict(SLURM_PROCID="0", SLURM_NTASKS="1"), dict(SLURM_NTASKS="8"),       # salloc: no task of a step
+    dict(SLURM_PROCID="0", SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="1"),
+    dict(SLURM_PROCID="0", SLURM_NTASKS="x"),
+    dict(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1"), dict(PMI_RANK="0", PMI_SIZE="")])
+def test_one_task_trains(env):
+    machine.check_launch(env)
 
 
 @pytest.mark.parametrize("preset, env, code", [
-    ("speedrun", dict(NUM_LAYERS="11"), 2), ("speedrun_plus", dict(NUM_LAYERS="10"), 2),
-    ("speedrun", dict(NUM_LAYERS="13"), 0),
+    ("speedrun", dict(NUM_LAYERS="11"), 2), ("speedrun", dict(NUM_LAYERS="13"), 0),
     ("speedrun", dict(NUM_LAYERS="11", WINDOW_PATTERN="0SSSLSS-SSL"), 0)])
 def test_layers_that_num_layers_would_leave_out(preset, env, code, workplace, call):
     """The last of window_pattern, with its long window and value embedding."""
@@ -115,85 +103,28 @@ def test_layers_that_num_layers_would_leave_out(preset, env, code, workplace, ca
     assert found == code and ("window_pattern=" in err) == (code == 2), err
 
 
-@pytest.mark.parametrize("words", [[], ["--dry-run"]])
-@pytest.mark.parametrize("env", [dict(RANK="0"), TWO | dict(RANK="x"), *LONE_TASKS.values()])
-def test_a_run_and_a_dry_run_refuse_a_launch_alike(env, words, workplace, refused):
-    assert "WORLD_SIZE" in refused(*words, **SMALL | env) or "RANK" in refused(*words, **SMALL | env)
-
-
-@pytest.mark.parametrize("env", LONE_TASKS.values(), ids=LONE_TASKS)
-def test_several_tasks_do_not_each_train_alone(env, workplace, refused):
-    sentence = refused(**SMALL | env)
-    assert all(word in sentence for word in ("without RANK and WORLD_SIZE", "torchrun --nproc_per_node"))
-    assert machine.read_launch(env | TWO) == (2, 2)  # torchrun or a batch script has set them
-    assert machine.read_launch(env | dict(RANK="0", WORLD_SIZE="1")) == (1, 1)
-
-
-@pytest.mark.parametrize("env", [
-    dict(SLURM_PROCID="0", SLURM_NTASKS="1"), dict(SLURM_NTASKS="8"),       # salloc: no task of a step
-    dict(SLURM_PROCID="0", SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="1"),
-    dict(SLURM_PROCID="0", SLURM_NTASKS="x"),
-    dict(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1"), dict(PMI_RANK="0", PMI_SIZE="")])
-def test_one_task_trains(env):
-    assert machine.read_launch(env) is None
-
-
-@pytest.mark.parametrize("flag", [
-    "--local-rank=0", "--local_rank=1", "--local-rank", "--nproc_per_node=8", "--nnodes=2", "--node-rank=0",
-    "--master-port=29500", "--world-size=2"])
-def test_flags_of_launchers_name_torchrun(flag, workplace, refused):
-    sentence = refused(flag, **SMALL)
-    assert sentence.startswith(f"preflight: {flag.partition('=')[0]} is a launcher's: ")
-    assert all(word in sentence for word in ("torchrun --nproc_per_node", "RANK, WORLD_SIZE and LOCAL_RANK"))
-
-
 # -------------------------------------------------------------------------------- the machine
-@pytest.fixture
-def cgroups(tmp_path, monkeypatch):
-    """cgroups(own, {file: text}): such a /proc/self/cgroup and /sys/fs/cgroup, on 100 pages of 4,096 bytes ->
-    bytes of memory that may be used."""
-    def cgroups(own, files):
-        (tmp_path / "cgroup").write_text("".join([f"{line}\n" for line in own]))
-        for name, text in files.items():
-            path = tmp_path / "sys" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"{text}\n")
-        return machine.memory_limit()
-
-    monkeypatch.setattr(surroundings, "OWN_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(surroundings, "CGROUPS", tmp_path / "sys")
-    monkeypatch.setattr(os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 100)
-    return cgroups
-
-
-V1 = ["9:name=systemd:/", "4:memory:/job/7", "2:cpu,cpuacct:/job", "0::/"]
 WHOLE = 100 * 4096
 
 
 @pytest.mark.parametrize("own, files, found", [
-    ([], {}, WHOLE), (["0::/job"], {"job/memory.max": "max"}, WHOLE),
-    (["0::/job"], {"job/memory.max": "9000"}, 9000),
-    (["0::/job/step"], {"job/memory.max": "9000", "job/step/memory.max": "max"}, 9000),  # what is above, too
-    (["0::/"], {"memory.max": "8000"}, 8000),       # in a container
-    (["0::/../../x"], {"memory.max": "8000"}, 8000),
-    (["0::/job"], {"job/memory.max": str(1 << 62)}, WHOLE),
-    (V1, {"memory/job/7/memory.limit_in_bytes": "7000"}, 7000),
-    (V1, {"memory/job/7/memory.limit_in_bytes": "9223372036854771712"}, WHOLE),
-    (V1, {"memory/memory.limit_in_bytes": "6000"}, 6000)])      # its own is outside of the container
-def test_limits_of_cgroups(own, files, found, cgroups):
-    """Of CPUs: test_kinds_of_text.py."""
-    assert cgroups(own, files) == found
-
-
-def test_limits_of_a_cgroup_reach_the_plan(cgroups, workplace, call, monkeypatch):
-    """The micro-batch that its memory should hold."""
-    cfg = train_gpt.replace(load_config(SMALL), vocab_size=512)
-    five = 2 * plan.step_memory(cfg, CPU, 5) + 2
-    cgroups(["0::/"], {"memory.max": str(five)})
-    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 20)
-    code, out, _ = call(**SMALL)
-    assert code == 0 and "micro_batch:4x64 grad_accum_steps:4 " in out
-    assert preflight.preflight(SMALL, [], lambda *_: None).device_batch_size == 4
+    ("", {}, WHOLE), ("4:memory:/job\n0::/job\n", {"job/memory.max": "max"}, WHOLE),
+    ("0::/job\n", {"job/memory.max": "9000"}, 9000),
+    ("0::/job/step\n", {"job/memory.max": "9000", "job/step/memory.max": "max"}, 9000),  # what is above, too
+    ("0::/\n", {"memory.max": "8000"}, 8000),       # in a container
+    ("0::/../../x\n", {"memory.max": "8000"}, 8000), ("0::/job", {"job/memory.max": str(1 << 62)}, WHOLE)])
+def test_limits_of_cgroups(own, files, found, tmp_path, monkeypatch):
+    """Of memory; each rank plans with its share of half of it. Of CPUs: test_kinds_of_text.py."""
+    (tmp_path / "cgroup").write_text(own)
+    for name, text in files.items():
+        path = tmp_path / "sys" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "sys")
+    monkeypatch.setattr(os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 100)
+    assert machine.memory_limit() == found
+    assert machine.find_machine(load_config(SMALL), {}, 2).free == found // 4
 
 
 @pytest.fixture
@@ -202,6 +133,7 @@ def gpus(monkeypatch):
     def gpus(*free):
         team = SimpleNamespace(on_gpu=True, device=torch.device("cuda:0"), dtype=torch.bfloat16)
         monkeypatch.setattr(machine, "Team", lambda cfg, env: team)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda n: (free[n], 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
@@ -210,31 +142,27 @@ def gpus(monkeypatch):
 
 
 def test_a_rank_for_each_gpu(gpus):
-    """If they divide a step; or as many as the launcher says. The one with the least memory decides."""
+    """Or as many as are asked for. The one with the least memory decides."""
     gpus(70, 50, 60)
     golf = preset_config("golf")
-    assert machine.find_machine(golf, {})[:2] == (3, 3)
-    assert machine.find_machine(golf, {}).free == 50
-    assert machine.find_machine(golf, {}, 2)[:2] == (2, 2)
-    assert machine.find_machine(golf, TWO | dict(LOCAL_WORLD_SIZE="1"))[:2] == (2, 1)
-    assert machine.find_machine(preset_config("tiny"), {})[:2] == (1, 1)    # a step has one row
+    assert preflight.count_ranks("auto", "golf", False, {}) == 3
+    assert machine.find_machine(golf, {}, 3)[:2] == (3, True)
+    assert machine.find_machine(golf, {}, 3).free == 50
     with pytest.raises(Refused, match="5 ranks do not divide the 96 sequences"):
         machine.find_machine(golf, {}, 5)
     with pytest.raises(Refused, match="4 ranks for 3 GPUs here"):
-        machine.find_machine(golf, TWO | dict(WORLD_SIZE="4"))
-    machine.find_machine(golf, TWO | dict(WORLD_SIZE="16", LOCAL_WORLD_SIZE="2"))
+        machine.find_machine(golf, dict(RANK="0", WORLD_SIZE="2"), 4)
 
 
-def test_the_trainer_gets_the_micro_batch_of_a_gpu(gpus, empty, call):
+def test_the_trainer_gets_the_micro_batch_of_a_gpu(gpus, workplace, call):
     """Always on a GPU, where its own choice is another; unless it was given."""
+    gpus(80 << 30)
+    assert call("SEED=3", **SMALL)[1].endswith("\nnext: train_gpt.py --seed=3 --device-batch-size=16\n")
+    assert call("DEVICE_BATCH_SIZE=3", **SMALL)[1].endswith("\nnext: train_gpt.py --device-batch-size=3\n")
     gpus(*[80 << 30] * 8)
-    report = preflight.preflight({}, ["golf"], lambda *_: None, dry_run=True)
-    assert report.preset == "golf" and report.flags == ["--preset=golf"] and report.device_batch_size == 12
     _, out, _ = call("gpt2", "--dry-run")
     assert "world_size:8 device:cuda activations:bfloat16" in out and "collectives: 6727 MB per step" in out
     assert "; no cap, about 2.9 h (estimate)" in out
-    given = preflight.preflight(dict(DEVICE_BATCH_SIZE="3"), ["golf"], lambda *_: None, dry_run=True)
-    assert given.device_batch_size == 0
 
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -285,41 +213,22 @@ SLURM_JOB_ID SLURM_NTASKS SLURM_NODELIST SLURM_STEP_ID RUNNER_OS GITHUB_RUN_ID G
 HTTPS_PROXY NO_PROXY PYTEST_CURRENT_TEST PYTHON PRESS DEVEL DATA MODEL CC CXX CFLAGS MAKEFLAGS""".split()
 
 
-def one_slip(rng, name):
-    """name with one letter lost, doubled, replaced, added or swapped with its neighbour."""
-    i = rng.randrange(1, len(name) - 1)
-    letter = rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ_")
-    before = name[:i]
-    here = name[i]
-    after = name[i + 1:]
-    return rng.choice([before + after, before + here + here + after, before + letter + after,
-                       before + letter + here + after, before[:-1] + here + before[-1] + after])
-
-
 def meant(line):
     """The names that a line suggests."""
     return re.findall(r"[A-Z_0-9]{2,}", line.partition("did you mean ")[2])
 
 
 @pytest.mark.parametrize("preset", train_gpt.RECIPES)
-def test_near_misses(preset):
-    """One slip in a name is reported, ordinary variables are not. Names of three letters resemble many."""
-    rng = random.Random(4)
-    known = names.constants_of(preset)
-    assert names.check_variables(preset, dict.fromkeys([*ORDINARY, *known], "1")) == []
-    for name in sorted(name for name in known if len(name) > 3):
-        typo = one_slip(rng, name)
-        if typo not in known and not names.why_not_here(preset, typo):
-            line, = names.check_variables(preset, {typo: "1", "PATH": "x"})
-            assert typo in line and meant(line)[0] in known
+def test_no_warning_of_what_is_right(preset):
+    assert names.check_variables(preset, dict.fromkeys([*ORDINARY, *names.constants_of(preset)], "1")) == []
 
 
-def test_slips():
-    for typo, name in dict(
-            MATRIX_RL="MATRIX_LR", NUM_LAYER="NUM_LAYERS", ITERATION="ITERATIONS", SEEED="SEED", Seed="SEED",
-            matrix_lr="MATRIX_LR", VAL_TOKEN="VAL_TOKENS").items():
-        line, = names.check_variables("tiny", {typo: "1"})
-        assert line == f"warning: {typo} in the environment is no constant; did you mean {name}?"
+@pytest.mark.parametrize("typo, name", [
+    ("MATRIX_RL", "MATRIX_LR"), ("NUM_LAYER", "NUM_LAYERS"), ("SEEED", "SEED"), ("Seed", "SEED"),
+    ("matrix_lr", "MATRIX_LR"), ("VAL_TOKEN", "VAL_TOKENS"), ("ITERATIOMS", "ITERATIONS")])
+def test_slips(typo, name):
+    line, = names.check_variables("tiny", {typo: "1"})
+    assert line == f"warning: {typo} in the environment is no constant; did you mean {name}?"
 
 
 @pytest.mark.parametrize("preset", train_gpt.RECIPES)
@@ -328,16 +237,13 @@ def test_no_suggestion_that_the_preset_refuses(preset):
     own = names.constants_of(preset)
     everywhere = [name for other in train_gpt.RECIPES for name in names.constants_of(other)]
     typed = [*names.ELSEWHERE, *[f"{name}S" for name in everywhere]]
-    suggested = 0
     for name in typed:
         for line in names.check_variables(preset, {name: "1"}):
             assert {*meant(line)} <= own, line
-            suggested += len(meant(line))
         with pytest.raises(Refused) as caught:
             names.trainer_flags({"PRESET": preset}, [f"--{name.lower()}=1"])
         flags = re.findall(r"--([a-z0-9-]+)", str(caught.value).partition("did you mean ")[2])
         assert {flag.replace("-", "_").upper() for flag in flags} <= {*own, *names.OF_RUN_SH}
-    assert suggested > 20
 
 
 @pytest.mark.parametrize("preset, typed, wanted", [
@@ -348,7 +254,7 @@ def test_no_suggestion_that_the_preset_refuses(preset):
     ("tiny", "N_LAYER", "--num-layers"), ("tiny", "N_EMBD", "--model-dim"), ("golf", "N_HEAD", "--num-heads"),
     ("speedrun", "BLOCK_SIZE", "--train-seq-len"), ("tiny", "MAX_ITERS", "--iterations"),
     ("tiny", "MAX_WALLCLOCK", "--max-wallclock-seconds"), ("tiny", "DRYRUN", "--dry-run"),
-    ("tiny", "SCRIP", "--script"), ("tiny", "ZZ", "--help"), ("tiny", "", "--help")])
+    ("tiny", "SCRIP", "--script")])
 def test_what_an_argument_probably_means(preset, typed, wanted, refused, empty):
     for word in (f"--{typed.lower()}=1", f"{typed}=1"):
         said = refused(word, PRESET=preset)
@@ -358,12 +264,15 @@ def test_what_an_argument_probably_means(preset, typed, wanted, refused, empty):
 @pytest.mark.parametrize("words, said", [
     (["--matrix-l=3"], "--matrix-l: did you mean --matrix-lr?"),
     (["--matrixlr", "3"], "did you mean --matrix-lr?"),
-    (["stray"], "unknown argument stray: did you mean --help?"), (["golff"], "did you mean golf?"),
-    (["-x"], "unknown argument -x"), (["--"], "did you mean --help?"), ([""], "unknown argument : "),
+    (["stray"], "unknown argument stray: ./run.sh help lists commands, ./run.sh tiny --help constants"),
+    (["golff"], "did you mean golf?"), (["-x"], "unknown argument -x: ./run.sh help lists"),
+    (["--"], "unknown argument --: "), ([""], "unknown argument : "), (["--zz=1"], "unknown argument --zz: "),
+    (["--local-rank=0"], "--local-rank is a launcher's: start with torchrun --nproc_per_node"),
+    (["--nproc_per_node=8"], "which sets RANK, WORLD_SIZE and LOCAL_RANK"),
+    (["--master-port=29500"], "--master-port is a launcher's: "), (["--ranks=x"], "--ranks=x must be"),
     (["matrix-lr"], "unknown argument matrix-lr: did you mean --matrix-lr?"),
     (["core"], "core: tiny has no such constant, only gpt2, gpt2_plus"),
-    (["--sample-top-k=3"], "no constant any more: ./run.sh sample RUN --top-k=N"),
-    (["--proxy=64"], "--proxy is for ./run.sh alone"),
+    (["--proxy=64"], "tiny has no proxy; these have: golf, "),
     (["--preset=gulf"], "preset='gulf' is none of tiny, golf"),
     (["--seed"], "--seed"), (["--seed", "--compile"], "--seed"),
     (["SEED=x"], "seed='x' must be written like 1337")])
@@ -385,17 +294,13 @@ def test_every_way_to_write_an_argument(words, flags):
 
 def test_constants_of_other_recipes():
     """A flag is refused, a variable of the environment is warned of: with the presets that have it."""
-    seen = 0
-    for preset, other in itertools.permutations(train_gpt.RECIPES, 2):
-        for name in names.constants_of(other) - names.constants_of(preset) - {*names.UNUSED.get(preset, ())}:
-            owners = [owner for owner in train_gpt.RECIPES if name in names.constants_of(owner)]
-            sentence = f"{preset} has no such constant, only {', '.join(owners)}"
-            assert names.check_variables(preset, {name: "0"}) == [
-                f"warning: {name} in the environment: {sentence}"]
-            with pytest.raises(Refused, match=sentence):
-                names.trainer_flags({}, [preset, f"{name}=0"])
-            seen += 1
-    assert seen > 200
+    for preset, name, owners in (("golf", "CORE", "gpt2, gpt2_plus"), ("gpt2", "BIGRAM_ROWS", ""),
+                                 ("tiny", "NUM_KV_HEADS", "")):
+        sentence = f"{preset} has no such constant, only {owners}"
+        line, = names.check_variables(preset, {name: "0"})
+        assert line.startswith(f"warning: {name} in the environment: {sentence}")
+        with pytest.raises(Refused, match=sentence):
+            names.trainer_flags({}, [preset, f"{name}=0"])
 
 
 @pytest.mark.parametrize("preset", ["golf", "golf_plus"])
@@ -410,18 +315,14 @@ def test_what_the_public_script_of_golf_has_and_golf_does_not_need(preset, refus
 
 def test_lines_about_names_are_printed(empty, call):
     """Above the plan, which goes on without them."""
-    code, out, _ = call("golf", "EMBED_LR=0.6", "--dry-run", LR="0.1", DEVICE="cpu")
-    assert code == 0 and out.startswith(
-        "EMBED_LR: accepted, as the public script has it; golf does not need it\n"
-        "warning: LR in the environment is no constant; "
-        "did you mean MATRIX_LR, TIED_EMBED_LR or SCALAR_LR?\n")
+    code, out, _ = call("tiny", "--dry-run", LR="0.1", DEVICE="cpu")
+    assert code == 0 and out.startswith("warning: LR in the environment is no constant; did you mean MATRIX")
 
 
 def test_names_are_looked_at_before_anything_else(empty, refused):
     """A slip does not cost a download: neither data nor speed have been looked at."""
-    assert "did you mean --dry-run?" in refused("golf", "--dryrun")
-    assert "did you mean --matrix-lr?" in refused("golf", "--matrx-lr=1")
-    assert "made for GPUs" in refused("golf")
+    assert "did you mean --dry-run?" in refused("--json", "golf", "--dryrun")
+    assert "did you mean --matrix-lr?" in refused("--json", "golf", "--matrx-lr=1")
 
 
 # -------------------------------------------------------------------------------- data
@@ -463,15 +364,10 @@ BAD_DATA = {
     "no folder": (lambda s: shutil.rmtree(DATA), ["data/datasets/toy", "./run.sh data --text"]),
     "no embedded corpus": (None, ["get it with `./run.sh data`"], dict(DATA_PATH="data/datasets/embedded")),
     "no sp1024": (None, ["./run.sh data sp1024 -n 80"], dict(DATA_PATH="data/datasets/fineweb10B_sp1024")),
-    "empty folder": (lambda s: (shutil.rmtree(DATA), DATA.mkdir()), ["toy", "train"]),
     "a shard is missing": (lambda s: LATER.unlink(), [LATER.name, "is missing", "./run.sh data"]),
-    "wrong magic": (lambda s: patch(VAL, 0, b"GGUF"), [VAL.name]),
     "truncated train shard": (lambda s: cut(TRAIN, 30_001), [TRAIN.name, "14488.5 tokens", "says 44001"]),
     "truncated val shard": (lambda s: cut(VAL, 5_000), [VAL.name, "1988.0 tokens", "says 10745"]),
     "shard with a tail": (lambda s: TRAIN.write_bytes(TRAIN.read_bytes() + b"\0\0"), [TRAIN.name, "44002.0"]),
-    "header says more": (lambda s: patch(TRAIN, 8, (999_999).to_bytes(4, "little")), [TRAIN.name]),
-    "shard is a folder": (lambda s: (TRAIN.unlink(), TRAIN.mkdir()), [TRAIN.name]),
-    "token id in val": (lambda s: token_512(VAL), ["val holds token 512", "vocab_size is 512"]),
     "token id in train": (lambda s: token_512(TRAIN, 5000), [TRAIN.name, "token 512", "vocab_size is 512"]),
     "val tokens changed": (lambda s: patch(VAL, 1024 + 2 * 500, b"\x03\x00" * 40), [VAL.name, "sha256"]),
     "train tokens changed": (lambda s: patch(LATER, 1024 + 2 * 500, b"\x03\x00" * 40), [
@@ -481,20 +377,11 @@ BAD_DATA = {
     "some zeros": (lambda s: zeros(TRAIN, 20_000, 100), [TRAIN.name, "sha256"]),
     "zeros, no manifest": (lambda s: (zeros(TRAIN, 16_384), MANIFEST.unlink()), [TRAIN.name, "token"],
                            dict(VOCAB_SIZE="512")),
-    "tokenizer of another size": (other_tokenizer, ["toy", "400"]),
-    "TOKENIZER_PATH of another size": (lambda s: Path("other.model").write_bytes(s), ["512", "400"],
-                                       dict(TOKENIZER_PATH="other.model")),
     "TOKENIZER_PATH of another digest": (
         lambda s: (Path("other.model").write_bytes(s), set_tokenizer(vocab_size=400, path="other.model")),
         ["toy"], dict(TOKENIZER_PATH="other.model", VOCAB_SIZE="512")),
-    "smaller tokenizer, no manifest": (lambda s: (MANIFEST.unlink(), MODEL.write_bytes(s)), ["val", "400"],
-                                       dict(TOKENIZER_PATH=str(MODEL))),
     "tokenizer sha256": (lambda s: set_tokenizer(sha256="0" * 64), ["toy.model", "sha256"]),
-    "tokenizer cut, no manifest": (lambda s: (MANIFEST.unlink(), cut(MODEL, 3000)), ["toy"],
-                                   dict(TOKENIZER_PATH=str(MODEL))),
-    "TOKENIZER_PATH missing": (None, ["nowhere.model"], dict(TOKENIZER_PATH="nowhere.model")),
     "no tokenizer, no VOCAB_SIZE": (lambda s: MANIFEST.unlink(), ["names no tokenizer: set VOCAB_SIZE"]),
-    "VOCAB_SIZE of another tokenizer": (None, ["vocab_size=300", "512"], dict(VOCAB_SIZE="300")),
     "val is a train shard, too": (lambda s: edit_manifest(
         files=lambda files: [*files, files[0] | {"split": "train"}]), [VAL.name, "train and a val shard"]),
     "val copied to a train shard": (lambda s: (shutil.copy(VAL, LATER), edit_manifest(files=lambda files: [
@@ -507,9 +394,6 @@ BAD_DATA = {
         "toy_train_000007.bin is no train shard by its name or by manifest.json: move it out of toy"]),
     "no val split": (lambda s: keep_files(slice(1, None)), ["toy", "val"]),
     "no train split": (lambda s: keep_files(slice(1)), ["toy", "train"]),
-    "val_tokens beyond the split": (None, ["val", "toy", "99999"], dict(VAL_TOKENS="99999")),
-    "train shorter than a sequence": (lambda s: (rewrite_tokens(TRAIN, np.arange(64)), keep_files(slice(2))),
-                                      ["train", "64"]),
     "one shard of three": (lambda s: keep_files(slice(2)),
                            ["307200 train tokens are needed", "max_epochs=1 of 44001"],
                            dict(MAX_EPOCHS="1", ITERATIONS="300")),
@@ -573,22 +457,8 @@ def test_a_large_dataset_is_sampled_and_that_is_said(workplace, call, refused, m
     assert call(**SMALL)[0] == 0
     zeros(TRAIN, 20_000, 2000)
     assert f"{TRAIN.name} holds nothing but zeros from token " in refused(**SMALL)
-    data = SimpleNamespace(train=[train_gpt.Shard(TRAIN, 44_001)], vocab_size=512)
     patch(TRAIN, 1024 + 2 * 20_000, b"\x00\x02" * 2000)
-    with pytest.raises(Refused, match=f"{TRAIN.name} holds token 512, but vocab_size is 512"):
-        monkeypatch.setattr(dataset, "WHOLE_BYTES", 80_000)
-        dataset.check_contents({}, data, print, "")
-
-
-@pytest.mark.parametrize("first", [16_384, 17_000])
-def test_a_hole_in_a_shard_without_a_digest(first, workplace, refused, monkeypatch):
-    """Wherever it is, if PLACE_TOKENS fit into it twice."""
-    monkeypatch.setattr(dataset, "PLACE_TOKENS", 4096)
-    edit_manifest(files=lambda files: [{k: v for k, v in f.items() if k != "sha256"} for f in files])
-    zeros(TRAIN, first, 8192)
-    start = -(-first // 4096) * 4096
-    said = refused(**SMALL)
-    assert f"{TRAIN.name} holds nothing but zeros from token {start} to {start + 4096}, at least: get" in said
+    assert f"{TRAIN.name} holds token 512, but vocab_size is 512" in refused(**SMALL)
 
 
 @pytest.mark.parametrize("both", [0, 1, 3])
@@ -623,23 +493,19 @@ def test_val_documents_in_train_are_found_without_hashes(shared, documents, refu
 
 def test_a_text_that_is_not_the_games(workplace, call):
     """Said, not refused."""
+    said = "data: not the text that tiny is scored on (fingerprint abc)\n"
     for wanted, lines in (("", 0), ("toy", 0), ("abc", 1)):
-        _, out, _ = call(**SMALL | dict(DATA_FINGERPRINT=wanted))
-        said = re.findall("^data: not the text that tiny is scored on .fingerprint abc.$", out, re.M)
-        assert len(said) == lines
+        assert call(**SMALL | dict(DATA_FINGERPRINT=wanted))[1].count(said) == lines
 
 
-def test_shards_of_a_known_dataset_without_a_manifest(workplace, call):
+@pytest.mark.parametrize("name, lines", [("fineweb10B_sp1024", 1), ("mine", 0)])
+def test_shards_of_a_known_dataset_without_a_manifest(name, lines, workplace, call):
     """They are used, as published ones are, but a download may have been cut short; others are
     their owner's."""
-    advice = "get it with `./run.sh data sp1024 -n 80` to be sure"
-    for name, command in (("fineweb10B_sp1024", advice), ("mine", "")):
-        folder = Path("data/datasets", name)
-        shutil.copytree(DATA, folder)
-        (folder / "manifest.json").unlink()
-        code, out, _ = call(**SMALL | dict(DATA_PATH=str(folder), VOCAB_SIZE="512"))
-        said = [line for line in out.splitlines() if line.startswith("data: no manifest.json, so ")]
-        assert code == 0 and len(said) == bool(command) and all(command in line for line in said)
+    MANIFEST.unlink()
+    folder = DATA.rename(f"data/datasets/{name}")
+    code, out, _ = call(**SMALL | dict(DATA_PATH=str(folder), VOCAB_SIZE="512"))
+    assert code == 0 and out.count("get it with `./run.sh data sp1024 -n 80` to be sure") == lines
 
 
 @pytest.mark.parametrize("cap, code", [("0", 2), ("60", 0)])
@@ -658,35 +524,26 @@ def test_a_schedule_that_runs_out_of_text(cap, code, workplace, call):
     ("tiny", [[]]), ("golf", [["sp1024", "-n", "80"]]), ("golf_plus", [["sp8192", "-n", "128"]]),
     ("speedrun", [["gpt2"]]), ("speedrun_plus", [["gpt2"], ["gpt2-vocab"]]),
     ("gpt2", [["fineweb-edu"], ["core"]]), ("gpt2_plus", [["climbmix"], ["core"]])])
-def test_the_launcher_learns_what_to_get(preset, commands, empty, gpus, capsys):
-    """Before anything is planned, and nothing that lies elsewhere."""
+def test_what_is_missing_is_fetched(preset, commands, empty, gpus, monkeypatch, refused):
+    """For ./run.sh, before anything is planned, and nothing that somebody else's DATA_PATH names."""
     gpus(80 << 30)
-    report = preflight.preflight(dict(PRESET=preset), [], may_fetch=True)
-    assert report.missing == commands and report.preset == preset and capsys.readouterr().out == ""
-    elsewhere = dict(PRESET=preset, DATA_PATH=load_config(dict(PRESET=preset)).data_path)
-    assert dataset.missing_data(load_config(dict(PRESET=preset))) == commands
-    if commands[1:]:
-        assert preflight.preflight(elsewhere, [], may_fetch=True).missing == commands[1:]
-    else:
-        with pytest.raises(Refused, match="no train and val shards"):
-            preflight.preflight(elsewhere, [], may_fetch=True)
+    fetched = []
+    monkeypatch.setattr(preflight, "fetch", fetched.append)
+    path = preset_config(preset).data_path
+    for words, env, wanted in ((["--json"], {}, commands), (["--json"], dict(DATA_PATH=path), commands[1:]),
+                               ([], {}, [])):
+        fetched.clear()
+        assert "no train and val shards" in refused(*words, preset, **env)      # nothing has come
+        assert fetched == wanted
 
 
 def test_a_download_that_was_cut_short_is_to_be_completed(workplace):
     """Its shards are there, its manifest is not. With one, and without CORE, nothing is missing."""
-    shutil.move(DATA, "data/datasets/fineweb_edu")
+    DATA.rename("data/datasets/fineweb_edu")
     cfg = load_config(dict(PRESET="gpt2", CORE="0"))
     assert dataset.missing_data(cfg) == []
     Path("data/datasets/fineweb_edu/manifest.json").unlink()
     assert dataset.missing_data(cfg) == [["fineweb-edu"]]
-    Path("data/core_bundle").mkdir()
-    Path("data/core_bundle/core.yaml").touch()
-    assert dataset.missing_data(load_config(dict(PRESET="gpt2"))) == [["fineweb-edu"]]
-
-
-def test_nothing_is_missing_where_all_is_there(workplace, capsys):
-    report = preflight.preflight(SMALL, [], may_fetch=True)
-    assert report == preflight.Report("tiny", []) and "stage table" in capsys.readouterr().out
 
 
 def test_tasks_of_core_are_looked_at(workplace, refused, call):
@@ -695,11 +552,8 @@ def test_tasks_of_core_are_looked_at(workplace, refused, call):
     env = small | dict(PRESET="gpt2", DEPTH="0", TARGET_PARAM_DATA_RATIO="0", NUM_KV_HEADS="0",
                        VOCAB_SIZE="512", CORE_BUNDLE="nowhere", PACKING="rows")
     assert "no CORE tasks at 'nowhere': get them with `./run.sh data core`" in refused(**env)
-    Path("nowhere").mkdir()
-    assert "CORE bundle: core.yaml or eval_meta_data.csv is damaged or missing" in refused(**env)
     code, out, _ = call("--dry-run", **env)
-    assert code == 0 and "warning: CORE bundle: " in out and "stage table" in out
-    assert call(**env | dict(CORE="0"))[0] == 0
+    assert code == 0 and "warning: no CORE tasks at " in out and "stage table" in out
 
 
 # -------------------------------------------------------------------------------- runs and models
@@ -716,97 +570,24 @@ def identity(folder=DATA):
     return train_gpt.open_data(load_config(SMALL | dict(DATA_PATH=str(folder))), lambda *_: None).about
 
 
-def checkpoint(folder, **changes):
-    """A checkpoint of a run of SMALL on the toy dataset."""
-    Path(folder).mkdir(parents=True)
-    saved = vars(load_config(SMALL | changes))
-    payload = dict(config=saved, code_sha256="", shape={}, tensors={}, data=identity())
-    torch.save(payload, Path(folder, "checkpoint.pt"))
+def test_a_run_that_goes_on_has_no_second_plan(workplace, call):
+    """The trainer compares what the checkpoint holds: test_bad_input.py."""
+    code, out, _ = call("--resume=first")
+    assert code == 0 and out.splitlines() == [
+        "resume: first goes on as it began, with the plan in its log", "next: train_gpt.py --resume=first"]
 
 
-def report_of(env, *words):
-    lines = []
-    report = preflight.preflight(env, words, lambda *more: lines.extend(more))
-    return report, "\n".join(lines)
-
-
-def test_a_run_is_resumed_as_it_began(workplace, refused):
-    """Its preset and its constants are in its checkpoint, whatever the default is."""
-    checkpoint("logs/first", ITERATIONS="7", MODEL_DIM="64", DEVICE_BATCH_SIZE="8")
-    report, said = report_of(dict(RESUME="first"))
-    assert report == preflight.Report("tiny", []) and "at most 7 steps" in said and "micro_batch:8x64" in said
-    assert "resume='second': there is no logs/second" in refused(RESUME="second")
-    Path("logs/second").mkdir()
-    assert "logs/second has no checkpoint; start a new run" in refused(RESUME="second")
-
-
-def test_a_run_that_has_finished_is_not_resumed(workplace):
-    checkpoint("logs/first")
-    Path("logs/first/result.json").touch()
-    report, said = report_of(dict(RESUME="first"))
-    assert report.finished and said == "first has finished: its scores are in logs/first/result.json"
-
-
-@pytest.mark.parametrize("damage", [lambda raw: raw[:-200], lambda raw: b"", lambda raw: b"PK" + raw[3:]])
-def test_a_damaged_file_is_named(damage, workplace, refused):
-    checkpoint("logs/first")
-    path = model_file("model.pt")
-    for file in (Path(path), Path("logs/first/checkpoint.pt")):
-        file.write_bytes(damage(file.read_bytes()))
-    assert "checkpoint.pt is damaged or not from this trainer" in refused(RESUME="first")
-    assert "model.pt is damaged or not from this trainer" in refused(EVAL_FROM="model.pt")
-    assert "nowhere.ptz is damaged or not from" in refused(EVAL_FROM="nowhere.ptz")
-
-
-def test_a_checkpoint_of_another_script(workplace, refused):
-    checkpoint("logs/first")
-    path = Path("logs/first/checkpoint.pt")
-    payload = torch.load(path, weights_only=True)
-    payload["config"]["gone_since"] = 0.0
-    torch.save(payload, path)
-    said = refused(RESUME="first")
-    assert "train_gpt.py is not what first began with: put logs/first/train_gpt.py here" in said
-
-
-def test_a_resumed_run_refuses_other_data(workplace, refused, call):
-    """test_bad_input.py has more kinds."""
-    checkpoint("logs/first")
-    edit_manifest(text_fingerprint="another")
-    said = refused(RESUME="first")
-    assert "resume=first was trained on toy, from which toy differs in its text:" in said
-    assert "OTHER_DATA=1" in said
-    assert call(RESUME="first", OTHER_DATA="1")[0] == 0
-
-
-def test_a_resumed_run_takes_the_same_data_by_any_name(workplace):
-    checkpoint("logs/first")
-    shutil.move(DATA, "data/datasets/moved")
-    _, said = report_of(dict(RESUME="first", DATA_PATH="data/datasets/moved"))
-    assert "trained on" not in said and "data: moved train tokens" in said
-
-
-def test_a_model_is_scored_on_its_own_dataset(workplace, other_512, refused, call):
-    """It is found by its name, and the trainer is told; with another tokenizer the model is refused."""
-    model_file("model.pt", identity())
-    embedded = Path("data/datasets/embedded")
-    shutil.copytree(DATA, embedded)
-    (embedded / "other.model").write_bytes(other_512)
-    manifest = json.loads((embedded / "manifest.json").read_text())
-    manifest["tokenizer"] |= dict(path="other.model", sha256=hashlib.sha256(other_512).hexdigest(),
-                                  lossless=False)
-    (embedded / "manifest.json").write_text(json.dumps(manifest))
-    env = dict(EVAL_FROM="model.pt", DATA_FINGERPRINT="")
-    report, said = report_of(env)
-    assert report.flags == ["--data-path=data/datasets/toy"] and "stage table" not in said
-    assert "data: data/datasets/toy, which the model was trained on" in said
-    report, said = report_of(env | dict(DATA_PATH=str(DATA)))
-    assert report.flags == [] and "which the model" not in said
-    said = refused(**env | dict(DATA_PATH=str(embedded)))
-    other = "eval_from=model.pt was trained on toy, from which embedded differs in its val tokens or token"
-    assert other in said and "OTHER_DATA=1" in said
-    assert call(**env | dict(DATA_PATH=str(embedded), OTHER_DATA="1"))[0] == 0
-    shutil.rmtree(DATA)
-    assert other in refused(**env)
+def test_a_model_is_scored_on_its_own_dataset(workplace, call, refused):
+    """It is found by its name, and the trainer is told; whether it is the same, the trainer finds out."""
+    model_file("a model.pt", identity())
+    code, out, _ = call("--eval-from=a model.pt")
+    assert code == 0 and "data: data/datasets/toy, which the model was trained on" in out
+    assert "stage table" not in out
+    assert out.endswith("\nnext: train_gpt.py '--eval-from=a model.pt' --data-path=data/datasets/toy\n")
+    code, out, _ = call("--eval-from=a model.pt", DATA_PATH=str(DATA))
+    assert code == 0 and "which the model" not in out
+    edit_manifest(val_bytes=lambda n: n - 1)
+    assert "val bytes, the tokens" in refused(EVAL_FROM="a model.pt")
 
 
 def test_models_that_do_not_say_what_they_were_trained_on(workplace, call, refused):
@@ -814,29 +595,8 @@ def test_models_that_do_not_say_what_they_were_trained_on(workplace, call, refus
     model_file("old.pt")
     code, out, _ = call(EVAL_FROM="old.pt", DATA_PATH=str(DATA))
     assert code == 0 and "eval_from=old.pt is older than the digests of data" in out
-    torch.save([1, 2], "list.pt")
-    assert "list.pt holds no model" in refused(EVAL_FROM="list.pt")
-    torch.save(dict(shape=dict(preset="tiny", gone=1)), "gone.pt")
-    assert "gone.pt: tiny here has no gone" in refused(EVAL_FROM="gone.pt")
-
-
-def test_a_run_folder_is_used_once(workplace, refused):
-    Path("logs/taken").mkdir(parents=True)
-    assert "run_id='taken': logs/taken exists" in refused(RUN_ID="taken", **SMALL)
-    assert "logs/xxx" in refused(RUN_ID="x" * 300, **SMALL)
-    shutil.rmtree("logs")
-    Path("logs").write_text("a file")
-    assert "logs/x cannot be written: logs is a file" in refused(RUN_ID="x", **SMALL)
-    Path("logs").unlink()
-    Path("logs").symlink_to("/nowhere/scratch")
-    assert "logs is a link to nowhere" in refused(**SMALL)
-
-
-def test_logs_without_permission(workplace, refused, monkeypatch):
-    """Root may write anywhere."""
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("logs"))
-    Path("logs").mkdir()
-    assert "logs/x cannot be written (Permission denied)" in refused(RUN_ID="x", **SMALL)
+    Path("damaged.pt").write_bytes(b"PK")
+    assert "damaged.pt is damaged or not from this trainer" in refused(EVAL_FROM="damaged.pt")
 
 
 @pytest.mark.parametrize("save_every, times", [("0", 5), ("100", 8)])
@@ -844,12 +604,10 @@ def test_a_disk_that_the_run_would_fill(save_every, times, workplace, refused, c
     """fp32 weights, artifact, and one or two checkpoints of three times the weights; a plan goes on."""
     cfg = train_gpt.replace(load_config(SMALL), vocab_size=512)
     needed = times * 4 * train_gpt.parameter_counts(cfg).total()
-    free = []
-    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[-1]))
     env = SMALL | dict(SAVE_EVERY=save_every)
-    free.append(needed)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
     assert call(**env)[0] == 0
-    free.append(needed - 1)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     assert "the disk of logs/ has " in refused(**env)
     code, out, _ = call("--dry-run", **env)
     assert code == 0 and "warning: the disk of logs/ has " in out
@@ -858,7 +616,7 @@ def test_a_disk_that_the_run_would_fill(save_every, times, workplace, refused, c
 # -------------------------------------------------------------------------------- memory and speed
 def fitting(cfg, world_size, sequences):
     """A machine with room for so many sequences at a time."""
-    rank = CPU._replace(world_size=world_size, ranks_here=world_size)
+    rank = CPU._replace(world_size=world_size)
     return rank._replace(free=plan.step_memory(cfg, rank, sequences) + 1)
 
 
@@ -890,48 +648,36 @@ def test_loops_count_in_flops_and_memory():
     head = 6 * looped.vocab_size * looped.model_dim
     blocks = [plan.flops_per_token(cfg) - head for cfg in (looped, once)]
     assert blocks[0] / blocks[1] == pytest.approx(13 / 11)
+    rows = [plan.step_memory(cfg, CPU, 2) - plan.step_memory(cfg, CPU, 1) for cfg in (looped, once)]
     logits = 2 * CPU.dtype.itemsize * looped.vocab_size * looped.train_seq_len
-    kept = []  # by the layers of a row
-    for cfg in (looped, once):
-        row = plan.step_memory(cfg, CPU, 2) - plan.step_memory(cfg, CPU, 1)
-        kept.append(row - logits)
-    assert kept[0] / kept[1] == pytest.approx(15 / 11)
+    assert (rows[0] - logits) / (rows[1] - logits) == pytest.approx(15 / 11)
 
 
-@pytest.mark.parametrize("preset", ["golf", "gpt2", "gpt2_plus"])
-def test_flops_are_those_of_the_trainer(preset):
-    """golf's, which the trainer does not count: 6 per weight of matrices and tied head, 12 C T per layer."""
+@pytest.mark.parametrize("preset, flops", [
+    ("golf", 6 * (16_515_072 + 1024 * 512) + 12 * 9 * 512 * 4096),   # 6 per weight, 12 C T per layer
+    ("gpt2", None), ("gpt2_plus", None)])
+def test_flops_are_those_of_the_trainer(preset, flops):
     cfg = preset_config(preset)
     cfg = train_gpt.replace(cfg, vocab_size=cfg.vocab_size or 1024)
-    if preset == "golf":
-        wanted = 6 * (16_515_072 + 1024 * 512) + 12 * 9 * 512 * 4096
-    else:
-        wanted = train_gpt.flops_per_token(cfg)
-    assert plan.flops_per_token(cfg) == wanted
+    assert plan.flops_per_token(cfg) == (flops or train_gpt.flops_per_token(cfg))
 
 
 @pytest.mark.parametrize("preset", ["golf", "speedrun", "gpt2", "golf_plus"])
 def test_a_game_for_gpus_on_a_laptop(empty, refused, call, preset):
     """Refused with what it would take and a way to train something like it, unless the CPU is asked for; a
     plan has a line about it."""
-    said = refused(preset)
+    said = refused("--json", preset)    # before its data are fetched
     assert said.startswith(f"preflight: {preset} is made for GPUs: a step takes ")
-    cap = train_gpt.preset_config(preset).max_wallclock_seconds
-    assert (f"ends after {cap:g} s" if cap else " days (estimate)") in said
-    assert "PRESET=tiny" in said and "DEVICE=cpu" in said
-    assert f"./run.sh {preset} --proxy" in said
+    assert f"./run.sh {preset} --proxy" in said and "PRESET=tiny" in said and "DEVICE=cpu" in said
     assert "./run.sh data" in refused(preset, DEVICE="cpu")     # the next thing that is missing
     code, out, _ = call(preset, "--dry-run")
     assert code == 0 and f"warning: {preset} is made for GPUs" in out
     assert "\nstage table: from_step tokens_per_step" in out
 
 
-def test_who_may_take_a_minute_a_step(workplace, call):
-    """A GPU may, and a score has no steps."""
+def test_a_gpu_may_take_a_minute_a_step():
     gpt2 = preset_config("gpt2")
     assert plan.slow_machine(gpt2, CPU) and not plan.slow_machine(gpt2, GPU)
-    model_file("model.pt", identity(), num_layers=400)
-    assert call(EVAL_FROM="model.pt", DATA_PATH=str(DATA))[0] == 0
 
 
 def test_games_that_fit_a_laptop_are_not_refused(empty, refused):
@@ -962,20 +708,13 @@ def artifact(text):
 
 
 def test_the_plan_counts_the_script_that_the_run_will_use(empty, call):
-    """golf's own, not the whole file; for others the whole one, unless theirs is asked for."""
-    scripts = {}
-    for preset in ("golf", "tiny"):
-        command = [sys.executable, str(ROOT / "tools/run/script.py"), preset]
-        scripts[preset] = len(subprocess.run(command, capture_output=True, check=True).stdout)
-    whole = (ROOT / "train_gpt.py").stat().st_size
+    """golf's own; for others the whole file."""
     size, code, room = artifact(call("golf", "--dry-run")[1])
-    assert code == scripts["golf"] < whole / 2 and room == 16_000_000 - size - code > 0
-    plain = ["MEMORY=0", "ARTIFACT_BYTES_LIMIT=1000000", "--dry-run"]
-    size, code, room = artifact(call(*plain)[1])
-    assert code == whole and room == 1_000_000 - size - code < 0
-    assert artifact(call(*plain, "--script")[1])[1] == scripts["tiny"]
-    _, out, _ = call("ARTIFACT_BYTES_LIMIT=1000000", "--dry-run")
-    assert "artifact: it also holds the training text" in out
+    assert code == len(script.script("golf", SCRIPT.read_text("utf-8")).encode())
+    assert room == 16_000_000 - size - code > 0
+    size, code, room = artifact(call("MEMORY=0", "ARTIFACT_BYTES_LIMIT=1000000", "--dry-run")[1])
+    assert code == SCRIPT.stat().st_size and room == 1_000_000 - size - code < 0
+    assert "it also holds the training text" in plan.artifact_line(preset_config("tiny"), code)
 
 
 # -------------------------------------------------------------------------------- the plan
@@ -994,22 +733,11 @@ def test_a_dry_run_needs_no_data(preset, command, parameters, steps, empty, call
     assert re.search(rf"\b{steps} steps\b", text) and f"{plan.planned_tokens(cfg)} tokens" in text
 
 
-@pytest.mark.parametrize("env, words, planned", [
-    ({}, ["--dry-run"], True), ({}, ["--dry-run=1"], True), (dict(DRY_RUN="1"), [], True),
-    (dict(DRY_RUN="true"), [], True), (dict(DRY_RUN="1"), ["--dry-run=0"], False),
-    (dict(DRY_RUN="0"), [], False)])
-def test_ways_to_ask_for_a_plan(env, words, planned, empty, call):
-    code, out, _ = call(*words, **env)
-    assert code == (0 if planned else 2) and ("stage table" in out) == planned
-
-
 @pytest.mark.parametrize("preset, steps", [
     ("golf", [0]), ("golf_plus", [0, 10_000]), ("speedrun", [0, 700, 707, 1400, 1414, 2120]),
     ("speedrun_plus", [0, 423, 847, 1270]), ("gpt2", [0])])
 def test_the_plan_has_a_row_for_each_change_and_no_other(preset, steps):
-    lines = [*plan.stage_lines(preset_config(preset))]
-    end = next(i for i, line in enumerate(lines) if line.startswith("warmdown:"))
-    rows = [line.split() for line in lines[1:end]]
+    rows = [line.split() for line in plan.stage_lines(preset_config(preset)) if line.startswith("   ")]
     assert [int(row[0]) for row in rows] == steps
     assert all(before[1:] != after[1:] for before, after in itertools.pairwise(rows))
 
@@ -1023,48 +751,14 @@ def test_the_plan_of_speedrun_plus():
     assert table[4] == "1270 393216 49152 1664 768 1.7300 2048 1 0".split()
 
 
-@pytest.mark.parametrize("card, preset, words", [
-    ("NVIDIA GeForce RTX 5090", "golf", "record: 600 s on eight H100, so about 6.3 h on 1 NVIDIA GeForce"),
-    ("NVIDIA H200", "gpt2", "record: 8967 s on eight H100, so about 19.9 h on 1 NVIDIA H200"),
-    ("NVIDIA GeForce RTX 4070", "golf", ""), ("Tesla T4", "golf", ""), ("NVIDIA H200", "tiny", "")])
-def test_hours_beside_the_records(card, preset, words, monkeypatch):
-    """By the peaks of both; none for an unknown card, one without bf16, a CPU, and tiny."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
-    cfg = preset_config(preset)
-    line = plan.record_line(cfg, GPU)
-    assert line.startswith(words) and bool(line) == bool(words) and plan.record_line(cfg, CPU) == ""
-    if preset == "golf":
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 0))
-        lines = [*plan.plan_lines(train_gpt.replace(cfg, vocab_size=1024), GPU, 1, lambda: 0)]
-        assert [told for told in lines if told.startswith("record:")] == ([line] if line else [])
-
-
 # -------------------------------------------------------------------------------- as a program
 def test_the_program(workplace, refused):
     """As those start it who start torchrun themselves: from the checkout, or with it on the path."""
-    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ} | dict(
-        PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1") | SMALL
-    command = [sys.executable, "-m", "tools.run.preflight"]
-    for words, code in ((["--ranks=2"], 0), (["--ranks=3"], 2)):
-        done = subprocess.run([*command, *words], env=env, capture_output=True, text=True)
-        assert done.returncode == code, done.stderr
-        assert "world_size:2" in done.stdout or code
-        assert (done.stdout.splitlines()[-1:] == ["next: train_gpt.py"]) == (code == 0)
-        assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == (code > 0)
-    refused("--ranks=x")
-
-
-def test_what_to_start_by_hand(workplace, gpus, call):
-    """With the flags that the trainer would not find out by itself; a logger needs ./run.sh."""
-    model_file("a model.pt", identity())
-    Path("data/datasets/embedded").mkdir()
-    assert call("--eval-from=a model.pt")[1].endswith(
-        "\nnext: train_gpt.py '--eval-from=a model.pt' --data-path=data/datasets/toy\n")
-    gpus(80 << 30)
-    assert call("SEED=3", **SMALL)[1].endswith("\nnext: train_gpt.py --seed=3 --device-batch-size=16\n")
-    _, out, _ = call("--dry-run", **SMALL, LOGGER="wandb")
-    assert "next:" not in out and out.endswith("\nwarning: LOGGER works only through ./run.sh\n")
+    done = run_cli(workplace, "--ranks=2", module="tools.run.preflight", env=SMALL)
+    assert (done.code, done.err) == (0, "")
+    assert "world_size:2" in done.out and done.out.endswith("\nnext: train_gpt.py\n")
+    assert "3 ranks do not divide the 16 sequences" in refused("--ranks=3", **SMALL)
 
 
 def test_the_trainer_knows_nothing_of_it():
-    assert "preflight" not in (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+    assert "preflight" not in SCRIPT.read_text("utf-8")

@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from helpers import wait_until
-from tools.dev import test as test_command
 
 ROOT = Path(__file__).resolve().parent.parent
+# python3, which makes a .venv; the stub, which is its Python and makes .venv-static
+INSTALLS = 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; cp bin/stub .venv/bin/python;; esac'
+MAKES_STATIC = ('case "$*" in "-m venv .venv-static") mkdir -p .venv-static/bin; '
+                'cp bin/stub .venv-static/bin/python;; esac')
 
 
 @pytest.fixture
@@ -52,24 +55,26 @@ def refused(folder, words, *args, **env):
 
 
 def test_static_tests_run_with_a_cuda_build(folder):
-    program(folder, "python3", 'case "$*" in *"-m venv"*) mkdir -p $3/bin; '
-                               'cp bin/stub $3/bin/python;; esac')
-    program(folder, "stub", 'echo "$0 $*" >> calls; case "$*" in "-m venv .venv-static") '
-                            'mkdir -p .venv-static/bin; cp bin/stub .venv-static/bin/python;; esac')
+    program(folder, "python3", INSTALLS)
+    program(folder, "stub", f'echo "$0 $*" >> calls; {MAKES_STATIC}')
     called = run(folder, "test", "-m", "static")[2][-1]
     assert called.endswith(".venv-static/bin/python -m tools.dev.test -m static")
     assert run(folder, "test", "-k", "x")[2][-1].endswith(".venv/bin/python -m tools.dev.test -k x")
     assert run(folder, "data", "static")[2][-1].endswith(".venv/bin/python -m data.download static")
 
 
-def test_no_such_interpreter(folder):
-    refused(folder, ["PYTHON=nowhere"], "setup", PYTHON="nowhere")
+@pytest.mark.parametrize("said, words", [
+    ("Python 2.7.18", ["3.11", "PYTHON=mine is Python 2.7.18"]), ("Python 3.8.18", ["3.11"]),
+    ("Python 3.10.13", ["3.11"]), (None, ["PYTHON=mine is no program"])])
+def test_an_interpreter_of_ones_own_that_does_not_do(said, words, folder):
+    if said:
+        program(folder, "mine", f'[ "$1" = -V ] && echo {said} || echo "$*" >> calls')
+    refused(folder, words, "setup", PYTHON="mine")
 
 
-def test_an_old_interpreter_of_ones_own(folder):
-    for version in ("2.7.18", "3.8.18", "3.10.13"):
-        program(folder, "old", f'[ "$1" = -V ] && echo Python {version} || echo "$*" >> calls')
-        refused(folder, ["3.11", f"PYTHON=old is Python {version}"], "setup", PYTHON="old")
+def test_a_new_interpreter_of_ones_own(folder):
+    """Whatever the driver is."""
+    program(folder, "nvidia-smi", DRIVER.format("535.1"))
     program(folder, "new", '[ "$1" = -V ] && echo Python 3.14.0 || echo "$*" >> calls')
     assert run(folder, "script", PYTHON="new") == (0, "", ["-m tools.run.script"])
 
@@ -96,16 +101,8 @@ def test_no_venv_module(folder):
     refused(folder, ["python3-venv"], "setup")
 
 
-def test_no_network_for_the_install(folder):
-    program(folder, "python3", INSTALLS)
-    program(folder, "stub", 'case "$*" in *install.py*) echo "run.sh: no network" >&2; exit 2;; esac')
-    refused(folder, ["no network"], "setup")
-    assert not (folder / ".venv/installed.txt").exists()
-
-
 def test_an_installation_is_made_once(folder):
-    program(folder, "python3", 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; '
-                               'cp bin/stub .venv/bin/python;; esac')
+    program(folder, "python3", INSTALLS)
     pip, ready, imports = (f"tools/run/install.py {words}requirements.txt"
                            for words in (".venv/", "--ready ", "--imports "))
     assert run(folder, "setup") == (0, "", [pip, imports])
@@ -113,8 +110,7 @@ def test_an_installation_is_made_once(folder):
     (folder / "requirements.txt").write_text("torch==2.13.0\nnumpy\n")
     assert run(folder, "setup")[2][-2:] == [pip, imports]
     # `static` has one of its own, with a CUDA build
-    program(folder, "stub", 'echo "$*" >> calls; case "$*" in "-m venv .venv-static") '
-                            'mkdir -p .venv-static/bin; cp bin/stub .venv-static/bin/python;; esac')
+    program(folder, "stub", f'echo "$*" >> calls; {MAKES_STATIC}')
     shutil.copy(folder / "bin/stub", folder / ".venv/bin/python")
     calls = run(folder, "static", "golf")[2]
     assert calls[-3:] == [pip.replace(".venv", ".venv-static"), imports, "-m tools.gpu.static golf"]
@@ -122,7 +118,6 @@ def test_an_installation_is_made_once(folder):
     assert run(folder, "static")[2] == [ready, ready, "-m tools.gpu.static"]
 
 
-INSTALLS = 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; cp bin/stub .venv/bin/python;; esac'
 DRIVER = 'case "$*" in *driver_version*) echo {};; *) echo "GPU 0: NVIDIA H100";; esac'
 
 
@@ -134,8 +129,7 @@ def test_the_driver_is_compared_before_anything_is_installed(driver, words, fold
     (folder / "requirements.txt").write_text("torch==2.13.0\n")
     program(folder, "python3", INSTALLS)
     program(folder, "nvidia-smi", DRIVER.format(driver))
-    program(folder, "stub", 'echo "$*" >> calls; case "$*" in "-m venv .venv-static") '
-                            'mkdir -p .venv-static/bin; cp bin/stub .venv-static/bin/python;; esac')
+    program(folder, "stub", f'echo "$*" >> calls; {MAKES_STATIC}')
     if words:
         refused(folder, words, "setup")
         assert not (folder / ".venv").exists()
@@ -143,11 +137,6 @@ def test_the_driver_is_compared_before_anything_is_installed(driver, words, fold
     else:
         assert run(folder, "setup")[0] == 0
     assert run(folder, "setup")[0] == 0                         # what is installed is not asked about again
-
-
-def test_an_old_driver_does_not_matter_to_an_interpreter_of_ones_own(folder):
-    program(folder, "nvidia-smi", DRIVER.format("535.1"))
-    assert run(folder, "script", PYTHON="stub")[0] == 0
 
 
 @pytest.mark.parametrize("checkout", ["my own code", '(a)&"b"'])
@@ -158,8 +147,7 @@ def test_a_path_with_spaces_or_quotes(checkout, folder):
     home.mkdir()
     for name in ("run.sh", "requirements.txt", "bin"):
         shutil.move(folder / name, home)
-    program(home, "python3", 'case "$*" in "-m venv .venv") mkdir -p .venv/bin; '
-                             'cp bin/stub .venv/bin/python;; esac')
+    program(home, "python3", INSTALLS)
     program(home, "stub", 'echo "$*" >> calls; echo "$0" >> ran')
     (folder / "code").symlink_to(home)
 
@@ -238,21 +226,17 @@ def test_an_environment_that_broke_is_made_again(case, folder):
 
 def test_an_environment_that_is_a_link(folder):
     """To a folder elsewhere it is followed; to nowhere, such as a disk that is not there, it is a
-    sentence."""
+    sentence, and so is a file."""
     program(folder, "python3", INSTALLS)
+    (folder / ".venv").write_text("mine")
+    refused(folder, [".venv is a file"], "setup")
+    (folder / ".venv").unlink()
     (folder / ".venv").symlink_to(folder / "elsewhere/venv")
     refused(folder, [f".venv is a link to nowhere ({folder}/elsewhere/venv)", "remove the link"], "setup")
     assert (folder / ".venv").is_symlink() and not (folder / "elsewhere").exists()
     (folder / "elsewhere/venv").mkdir(parents=True)
     assert run(folder, "setup")[0] == 0
     assert (folder / "elsewhere/venv/installed.txt").exists()
-
-
-def test_a_file_in_the_environments_place(folder):
-    program(folder, "python3", VENV)
-    (folder / ".venv").write_text("mine")
-    refused(folder, [".venv is a file"], "setup")
-    assert (folder / ".venv").read_text() == "mine"
 
 
 def test_an_installation_without_its_packages_is_no_success(folder):
@@ -298,9 +282,8 @@ def test_a_copy_outside_of_the_checkout_is_refused(folder):
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="takes git")
-@pytest.mark.parametrize("setting", ["core.autocrlf=true"])
-def test_a_clone_has_the_same_bytes(setting, tmp_path):
-    """... of what runs and of what digests are made of, however git is set up."""
+def test_a_clone_has_the_same_bytes(tmp_path):
+    """... of what runs and of what digests are made of, also where git would change the ends of lines."""
     source = tmp_path / "source"
     clone = tmp_path / "clone"
     files = ["run.sh", ".gitattributes", "requirements.txt", "docs/loss.png", "tests/golden/golf.npz",
@@ -311,9 +294,9 @@ def test_a_clone_has_the_same_bytes(setting, tmp_path):
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(source)]
     for words in (["init", "-q"], ["add", "-A", "-f"], ["commit", "-qm", "all"]):
         subprocess.run([*git, *words], check=True, capture_output=True)
-    subprocess.run(["git", "clone", "-q", "-c", setting, str(source), str(clone)], check=True)
+    subprocess.run(["git", "clone", "-q", "-c", "core.autocrlf=true", str(source), str(clone)], check=True)
     assert [file for file in files if (clone / file).read_bytes() != (ROOT / file).read_bytes()] == []
-    assert subprocess.run(["./run.sh", "help"], cwd=clone, capture_output=True).returncode == 0
+    assert os.access(clone / "run.sh", os.X_OK)
 
 
 # ---------------------------------------------------------------- tools/run/install.py
@@ -416,11 +399,10 @@ def test_uv_installs_where_there_is_one(folder):
     assert (folder / "calls").read_text() == f"pip install --python {sys.executable} -r r.txt\n"
 
 
-@pytest.mark.parametrize("how", ["TERM", "HUP", "the end of run.sh"])
+@pytest.mark.parametrize("how", ["TERM", "the end of run.sh"])
 def test_an_installation_ends_with_run_sh(how, folder):
     """Nothing goes on fetching gigabytes."""
     program(folder, "python3", INSTALLS)
-    program(folder, "uv", "exit 0")
     program(folder, "stub", f'exec {sys.executable} "$@"')
     (folder / "tools/run").mkdir(parents=True)
     shutil.copy(ROOT / "tools/run/install.py", folder / "tools/run")
@@ -430,37 +412,29 @@ def test_an_installation_ends_with_run_sh(how, folder):
                                env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder)})
     wait_until(lambda: (folder / "uv").exists() and (folder / "uv").read_text().strip())
     uv = int((folder / "uv").read_text())
-    if how == "the end of run.sh":
-        process.kill()
-    else:
+    if how == "TERM":
         installer = int(Path(f"/proc/{uv}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(installer, getattr(signal, f"SIG{how}"))
-    code = process.wait(60)
-    assert code == (-9 if how == "the end of run.sh" else 130)
+        os.kill(installer, signal.SIGTERM)
+    else:
+        process.kill()
+    assert process.wait(60) == (130 if how == "TERM" else -9)
     cmdline = Path(f"/proc/{uv}/cmdline")       # of a zombie it is empty
     wait_until(lambda: not cmdline.exists() or not cmdline.read_bytes())
 
 
-def test_help_names_the_data(folder):
+def test_help_is_the_comment_at_the_top(folder):
     done = subprocess.run(["bash", "run.sh", "--help"], cwd=folder, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    words = "sp1024", "climbmix", "core", "gpu-report", "sample RUN", "PYTHON="
-    assert len(lines) == 11 and all(word in done.stdout for word in words)
-
-
-@pytest.mark.parametrize("code", [1, 2])
-def test_the_exit_code_is_the_programs(folder, code):
-    program(folder, "stub", f'echo "$*" >> calls; exit {code}')
-    assert run(folder, PYTHON="stub") == (code, "", ["-m tools.run.launch"])
+    assert done.stdout.count("\n") == 11 and "sp1024" in done.stdout and "PYTHON=" in done.stdout
 
 
 def test_only_the_program_prints_to_stdout(folder):
-    """Whatever the set-up says goes to stderr: a script is piped into a file."""
+    """Whatever the set-up says goes to stderr: a script is piped into a file. The exit code is the
+    program's."""
     program(folder, "python3", INSTALLS)
-    program(folder, "stub", 'case "$*" in *run.script*) echo "the script of $3";; esac')
+    program(folder, "stub", 'case "$*" in *run.script*) echo "the script of $3"; exit 3;; esac')
     done = subprocess.run(["bash", "run.sh", "script", "golf"], cwd=folder, capture_output=True, text=True,
                           env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder)})
-    assert (done.returncode, done.stdout) == (0, "the script of golf\n")
+    assert (done.returncode, done.stdout) == (3, "the script of golf\n")
     assert done.stderr.startswith("setting up .venv: ")
 
 
@@ -492,13 +466,3 @@ def test_run_sh_knows_neither_presets_nor_flags():
     assert text.count("\n") <= 150
     words = ("tiny", "golf", "speedrun", "RESUME", "=*)")
     assert not [line for line in code if any(word in line for word in words)]
-
-
-def test_all_tests_run_in_two_processes():
-    """The quick ones as well; those that are named in one, as does everything where xdist is missing."""
-    two = ["-n", "2", "--dist", "worksteal"]
-    quick = ["-m", "quick and not slow"]
-    for argv, words in (([], two), (["quick"], [*two, *quick]), (["-k", "x"], ["-k", "x"])):
-        assert test_command.words_for(argv, has_xdist=True) == words
-    assert test_command.words_for([], has_xdist=False) == []
-    assert test_command.words_for(["quick"], has_xdist=False) == quick

@@ -155,12 +155,10 @@ def test_it_trains_to_the_same_bits(preset, modules, root, monkeypatch, one_thre
     assert own.result["val_bpb"] == whole.result["val_bpb"]
     # what the run logs of its constants makes the same ones again, as does what records take from result.json
     logged = dict(re.findall(r"^config (\w+)=(.*)$", whole.log, re.M))
-    again = train_gpt.load_config({name.upper(): text for name, text in logged.items()})
-    shown = {name: train_gpt.show(value) for name, value in vars(again).items()}
-    assert logged == whole.result["config"] == shown
-    remade = train_gpt.load_config(environment_of(whole.result))
-    of_one_run = {name: value for name, value in vars(again).items() if name in OF_ONE_RUN}
-    assert vars(remade) | of_one_run == vars(again)
+    again = vars(train_gpt.load_config({name.upper(): text for name, text in logged.items()}))
+    assert logged == whole.result["config"] == {name: train_gpt.show(value) for name, value in again.items()}
+    remade = vars(train_gpt.load_config(environment_of(whole.result)))
+    assert remade | {name: value for name, value in again.items() if name in OF_ONE_RUN} == again
     assert own.result["bytes_code"] == len(alone(preset).encode())
 
 

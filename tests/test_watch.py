@@ -81,8 +81,8 @@ def in_pipe(command, cwd, **env):
 def test_what_shows_a_run_takes_its_data_from_its_result(tmp_path, monkeypatch):
     """A flag beat the variable when it trained."""
     given = []
-    monkeypatch.setattr(watch, "Guarded", lambda env: given.append(env) or SimpleNamespace(
-        run=lambda words: None, wait=lambda: 0))
+    monkeypatch.setattr(watch, "Guarded", lambda words, env: given.append(env) or SimpleNamespace(
+        wait=lambda: 0))
     (tmp_path / "result.json").write_text("{}")
     env = dict(DATA_PATH="a", TOKENIZER_PATH="b", DEVICE="cpu")
     watch.show_result(tmp_path, 0, env, SimpleNamespace(follow=lambda child: None), watch.Logger(""))

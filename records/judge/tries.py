@@ -260,7 +260,7 @@ def try_change(args: Any, say: Callable) -> dict:
 
 def proxy_of(args: Any, tries: list[dict], head: Change) -> tuple[Proxy, int]:
     """The proxy that args ask for, and the tokens of a run. Without a width that of the last try of this
-    recipe and text, else the largest that ends in five minutes."""
+    recipe and text, else the smallest."""
     width = args.proxy
     for row in tries:
         if not args.proxy and (row["preset"], row["text"]) == (args.preset, args.text):

@@ -60,7 +60,7 @@ def machine_of(team: Team, free: int = 0) -> Machine:
     ranks = team.world_size
     if not free:
         free = torch.cuda.mem_get_info()[0] if team.on_gpu else memory_limit() // 2 // ranks
-    return Machine(ranks, ranks, team.on_gpu, team.device, team.dtype, free, torch.get_num_threads())
+    return Machine(ranks, team.on_gpu, team.device, team.dtype, free, torch.get_num_threads())
 
 
 def assemble(cfg: Any, trainer: ModuleType = train_gpt, ranks: int = 1) -> Run:

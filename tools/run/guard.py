@@ -1,9 +1,8 @@
 """Runs a Python program so that nothing of it is left once the process that asked for it is gone.
 
-    child = Guarded(environment, imports=["torch"])      # a process that imports torch meanwhile
-    child.run(["train_gpt.py", "--seed=2"])              # now it becomes that program
+    child = Guarded(["train_gpt.py", "--seed=2"], environment)
     child.send(signal.SIGTERM)                           # the trainer saves a checkpoint and ends
-    code = child.process.wait()                          # nothing of it is left
+    code = child.wait()                                  # nothing of it is left
 
 Between the two stands the guard, which is this file as a program: launcher -> guard -> trainer, or launcher
 -> guard -> torchrun -> ranks. It adopts whatever the program's processes leave behind, and ends last. If the
@@ -11,22 +10,19 @@ launcher goes first, even by kill -9, the guard asks the program to stop, which 
 what is left after PATIENCE seconds. It imports the standard library only: it lives as long as its run.
 """
 import ctypes
-import importlib
-import json
 import logging
 import math
 import os
 import runpy
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 TORCHRUN = "torch.distributed.run"
 PATIENCE = 60.0  # seconds that a program may take to end after SIGTERM: a large checkpoint takes half of them
@@ -80,29 +76,32 @@ def prctl(option: int, value: int) -> None:
 
 # ------------------------------------------------------------ the launcher's side
 class Guarded:
-    """A Python program below a guard. env: its environment. imports: modules that it imports before it is
-    told what to run. stdout, stderr: as subprocess.Popen takes them."""
+    """`python WORDS...` below a guard. env: its environment. stdout, stderr: as subprocess.Popen takes
+    them."""
 
-    def __init__(self, env: Mapping[str, str], imports: Sequence[str] = (), stdout: int | None = None,
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], stdout: int | None = None,
                  stderr: int | None = None) -> None:
-        self.control, theirs = socket.socketpair()
-        command = [sys.executable, __file__, str(PATIENCE), *imports]
+        ends_with_us, self.ours = os.pipe()  # nothing is written: that it closes tells the guard
+        command = [sys.executable, __file__, str(PATIENCE), *words]
         # a session of its own: a signal of the terminal reaches it once, from the launcher
-        self.process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=stdout, stderr=stderr,
+        self.process = subprocess.Popen(command, stdin=ends_with_us, stdout=stdout, stderr=stderr,
                                         env=dict(env), start_new_session=True, text=True, errors="replace")
-        theirs.close()
-
-    def tell(self, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # the guard has ended
-            self.control.sendall(json.dumps(message).encode() + b"\n")
-
-    def run(self, words: Sequence[str], changes: Mapping[str, str] | None = None) -> None:
-        """Starts `python WORDS...`. changes: to the environment."""
-        self.tell(dict(words=list(words), changes=dict(changes or {})))
+        os.close(ends_with_us)
 
     def send(self, number: int, everyone: bool = False) -> None:
         """A signal to the program, which for torchrun means its ranks; or to everyone below the guard."""
-        self.tell(dict(signal=int(number), everyone=everyone))
+        found = below(self.process.pid)
+        if not found:  # it has not begun, or there is no /proc: the guard asks it to stop
+            self.let_go()
+        elif everyone:
+            kill(found, number)
+        else:
+            kill(ranks_of(found[0]), number)
+
+    def let_go(self) -> None:
+        if self.ours >= 0:
+            os.close(self.ours)
+        self.ours = -1
 
     def pause(self) -> None:
         """Stops the program and all that it has started, until go_on()."""
@@ -114,151 +113,80 @@ class Guarded:
     def wait(self) -> int:
         """Waits until nothing of it is left. Returns its exit code."""
         code = self.process.wait()
-        for file in (self.control, self.process.stdout, self.process.stderr):
+        self.let_go()
+        for file in (self.process.stdout, self.process.stderr):
             if file:
                 file.close()
         return code
 
-    def end(self) -> int:
-        """Kills all of it. Returns its exit code."""
-        self.send(signal.SIGKILL, everyone=True)
-        return self.wait()
-
 
 # ------------------------------------------------------------ the guard
-class Guard:
-    """The guard's own state, and what it does for each message."""
-
-    def __init__(self, control: socket.socket, program: int, go: int, patience: float) -> None:
-        self.control = control
-        self.program = program
-        self.go = go  # where the program waits for its words
-        self.patience = patience
-        self.told = b""  # an unfinished message
-        self.ends = math.inf  # when everything that is left is killed
-        self.code: int | None = None  # the program's exit code, once it has ended
-
-    def listen(self) -> None:
-        """Takes messages in. At the end of them the launcher is gone."""
-        part = self.control.recv(1 << 16)
-        *messages, self.told = (self.told + part).split(b"\n")
-        for message in map(json.loads, messages):
-            if "words" in message:
-                self.start(message)
-            elif "signal" in message:
-                self.pass_on(message["signal"], message["everyone"])
-        if not part:
-            self.be_alone()
-
-    def start(self, message: dict[str, Any]) -> None:
-        """Tells the program what it is."""
-        with suppress(OSError), open(self.go, "wb") as file:  # it may have ended
-            file.write(json.dumps(message).encode())
-        self.go = -1
-
-    def everyone(self) -> list[int]:
-        """The program, and all that it has started. Once it has ended, its number may be another's."""
-        return below(os.getpid()) or ([self.program] if self.code is None else [])
-
-    def pass_on(self, number: int, everyone: bool) -> None:
-        kill(self.everyone() if everyone or self.code is not None else ranks_of(self.program), number)
-
-    def be_alone(self) -> None:
-        """The launcher is gone: the program is asked to stop."""
-        self.control.close()
-        if self.go >= 0:
-            os.close(self.go)  # it waits for its words no longer
-        self.pass_on(signal.SIGCONT, True)  # if Ctrl-Z has stopped it
-        self.pass_on(signal.SIGTERM, False)
-        self.ends = time.monotonic() + self.patience
-
-    def reap(self) -> None:
-        """Takes note of what has ended. When the program has, what it left behind is asked to stop."""
-        with suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    break
-                if pid == self.program:
-                    code = os.waitstatus_to_exitcode(status)
-                    self.code = code if code >= 0 else 128 - code
-                    self.ends = min(self.ends, time.monotonic() + self.patience)
-                    kill(below(os.getpid()), signal.SIGTERM)
-
-    def watch(self, child_ended: int) -> int:
-        """Waits until nothing of the program is left. Returns its exit code."""
-        killed = 0
-        while self.code is None or below(os.getpid()):
-            sources = [child_ended]
-            if self.control.fileno() >= 0:
-                sources.append(self.control.fileno())
-            timeout = None if self.ends == math.inf else 0.1
-            ready = select.select(sources, [], [], timeout)[0]
-            if self.control.fileno() in ready:
-                self.listen()
-            if child_ended in ready:
-                os.read(child_ended, 1 << 16)
-            self.reap()
-            if time.monotonic() > self.ends:
-                kill(self.everyone(), signal.SIGKILL)
-                killed += 1
-                if killed > 100:  # a driver keeps it: no signal reaches it
-                    break
-        self.control.close()
-        return self.code if self.code is not None else 128 + signal.SIGKILL
+def ended() -> dict[int, int]:
+    """{process: its exit code} of the children that have ended since the last call."""
+    codes = {}
+    with suppress(ChildProcessError):  # there are no more
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            code = os.waitstatus_to_exitcode(status)
+            codes[pid] = code if code >= 0 else 128 - code
+    return codes
 
 
-def main(patience: str, *imports: str) -> int:
-    control = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+def watch(program: int, patience: float) -> int:
+    """Waits until nothing of the program is left. Returns its exit code."""
+    launcher = [0]  # stdin, which ends with it
+    code = None
+    ends = math.inf  # when everything that is left is killed
+    while code is None or below(os.getpid()):
+        # 1. without a launcher the program is asked to stop
+        if select.select(launcher, [], [], 0.05)[0]:
+            launcher = []
+            kill(below(os.getpid()), signal.SIGCONT)  # if Ctrl-Z has stopped it
+            if code is None:
+                kill(ranks_of(program), signal.SIGTERM)
+            ends = min(ends, time.monotonic() + patience)
+        # 2. once the program has ended, what it left behind is
+        codes = ended()
+        if program in codes:
+            code = codes[program]
+            kill(below(os.getpid()), signal.SIGTERM)
+            ends = min(ends, time.monotonic() + patience)
+        # 3. what is still there is killed
+        if time.monotonic() > ends:
+            kill(below(os.getpid()) or [program], signal.SIGKILL)
+        if time.monotonic() > ends + 10:  # a driver keeps it: no signal reaches it
+            break
+    return 128 + signal.SIGKILL if code is None else code
+
+
+def main(patience: str, *words: str) -> int:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    waits, go = os.pipe()
     guard = os.getpid()
     program = os.fork()
     if program == 0:
-        control.close()
-        os.close(go)
-        become(waits, guard, imports)
-    os.close(waits)
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+        become(words, guard)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    return Guard(control, program, go, float(patience)).watch(woken)
+    return watch(program, float(patience))
 
 
 # ------------------------------------------------------------ the program
-def become(waits: int, guard: int, imports: Sequence[str]) -> NoReturn:
-    """Imports what any trainer needs, then runs the words that the guard writes into the pipe `waits`, as
-    Python would."""
+def become(words: Sequence[str], guard: int) -> NoReturn:
+    """Runs the words as Python would, but that Ctrl-C has no traceback, not even while it imports."""
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != guard:  # it was gone before
         os._exit(1)
-    interrupt = signal.getsignal(signal.SIGINT)
-    if interrupt is signal.default_int_handler:  # no traceback of an import
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for name in imports:
-        if not select.select([waits], [], [], 0)[0]:
-            with suppress(Exception):  # the program will say what is wrong with it
-                importlib.import_module(name)
-    with open(waits, "rb") as file:
-        text = file.read()
-    if not text:
-        os._exit(1)
-    message = json.loads(text)
-    os.environ.update(message["changes"])
-    words = message["words"]
-    signal.signal(signal.SIGINT, interrupt)
-    if words[:2] == ["-m", TORCHRUN]:
-        sys.exit(run_torchrun(words[2:]))
-    sys.argv[:] = words if words[0] != "-m" else words[1:]
-    if not sys.flags.safe_path:
-        sys.path.insert(0, os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
-        if words[0] == "-m":
+        if words[:2] == ("-m", TORCHRUN):
+            sys.exit(run_torchrun(words[2:]))
+        is_module = words[0] == "-m"
+        sys.argv[:] = words[is_module:]
+        if not sys.flags.safe_path:
+            sys.path.insert(0, os.getcwd() if is_module else str(Path(words[0]).resolve().parent))
+        if is_module:
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(os.path.abspath(words[0]), run_name="__main__")

@@ -1,8 +1,8 @@
 """Trains: ./run.sh [PRESET] [NAME=value ...] [--name=value ...] [--script] [--proxy[=WIDTH]] [--dry-run]
 
-A run is three programs, one after another: prepare.py, which is preflight and what depends on it; the
-trainer, by itself or below torchrun; show.py. This one starts them and shows what they print. Nothing that it
-starts outlives it: guard.py. Exit code 0: the run finished. 1: it failed or was stopped. 2: it was refused.
+A run is three programs, one after another: preflight.py; the trainer, by itself or below torchrun; show.py.
+This one starts them and shows what they print. Nothing that it starts outlives it: guard.py. Exit code 0: the
+run finished. 1: it failed or was stopped. 2: it was refused.
 
     RESTARTS=N                      a run that fails goes on from its checkpoint, up to N times
     LOGGER=tensorboard | wandb | trackio    gets scalars, constants and samples
@@ -26,10 +26,8 @@ from tools.run.watch import (
 from tools.run.words import OWN, Words, read_words
 
 ROOT = Path(__file__).resolve().parents[2]
-PREPARE = ("-m", "tools.run.prepare")
+PREFLIGHT = ("-m", "tools.run.preflight", "--json")
 PACKAGES = ("numpy", "torch")
-# What a trainer imports besides, most of it when it compiles. They load while the plan is made.
-EARLY = ("torch", "torch._dynamo", "torch._inductor.compile_fx")
 
 
 def trainer_help(words: Words) -> int:
@@ -63,15 +61,10 @@ class Launcher:
         self.progress = Progress()
         self.folder = Path()  # of the run, once the trainer has told it
 
-    def start(self, imports: Sequence[str] = ()) -> Guarded:
-        """A process that becomes the trainer."""
-        return Guarded(self.env, imports, subprocess.PIPE, subprocess.PIPE)
-
     def prepare(self, argv: Sequence[str]) -> tuple[int, dict[str, Any]]:
-        """Runs prepare.py and shows what it prints -> (its exit code, its answer, which is not shown)."""
-        preparing = Guarded(self.env, stdout=subprocess.PIPE)
+        """Runs preflight.py and shows what it prints -> (its exit code, its answer, which is not shown)."""
+        preparing = Guarded([*PREFLIGHT, *argv], self.env, subprocess.PIPE)
         self.signals.follow(preparing, everyone=True)
-        preparing.run([*PREPARE, *argv])
         self.progress.enter("checking")
         answer = {}
         fetching = False  # what gets data writes to the terminal itself
@@ -87,12 +80,12 @@ class Launcher:
                 self.screen.tick(*self.progress.live())
         return preparing.wait(), answer
 
-    def attempt(self, trainer: Guarded, words: Sequence[str], ranks: int) -> int:
+    def attempt(self, words: Sequence[str], ranks: int) -> int:
         """Trains until the trainer has ended. Returns its exit code."""
-        self.signals.follow(trainer)
         # like torchrun, unless told otherwise
         alone = {"OMP_NUM_THREADS": "1"} if ranks > 1 and "OMP_NUM_THREADS" not in os.environ else {}
-        trainer.run(words, alone)
+        trainer = Guarded(words, {**self.env, **alone}, subprocess.PIPE, subprocess.PIPE)
+        self.signals.follow(trainer)
         pulse = Pulse(ranks)
         for word in words:
             if word.startswith("--resume="):
@@ -105,17 +98,17 @@ class Launcher:
             self.screen.show(blame, sys.stderr)
         return 1 if hung else code
 
-    def train(self, trainer: Guarded, words: Sequence[str], ranks: int) -> int:
+    def train(self, words: Sequence[str], ranks: int) -> int:
         """Attempts, until one has finished, was refused or stopped, or none is left. Returns the exit
         code."""
-        code = self.attempt(trainer, words, ranks)
+        code = self.attempt(words, ranks)
         while code not in (0, 2) and self.restarts and not self.signals.came:
             if not (self.folder / "checkpoint.pt").exists():
                 break
             self.restarts -= 1
             said = f"run.sh: exit code {code}; RESUME={self.folder.name}, {self.restarts} restarts left"
             self.screen.show(said, sys.stderr)
-            code = self.attempt(self.start(), goes_on(words, self.folder), ranks)
+            code = self.attempt(goes_on(words, self.folder), ranks)
         return code
 
 
@@ -128,17 +121,15 @@ def goes_on(words: Sequence[str], folder: Path) -> list[str]:
 
 def launch(argv: Sequence[str], launcher: Launcher) -> int:
     """Prepares, trains, shows. Returns the exit code."""
-    trainer = launcher.start(EARLY)
     try:
         code, answer = launcher.prepare(argv)
         if code or not answer:
             return code
         launcher.progress.gpus = answer["gpus"]
         launcher.progress.flops = answer["flops"]
-        code = launcher.train(trainer, answer["words"], answer["ranks"])
+        code = launcher.train(answer["words"], answer["ranks"])
     finally:
         launcher.screen.close()
-        trainer.end()
     env = {**launcher.env, "PROXY": "1"} if launcher.proxy else launcher.env
     show_result(launcher.folder, code, env, launcher.signals, launcher.logger)
     return code
@@ -152,8 +143,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         if find_spec(name) is None:
             return refuse(f"the package {name} is missing: ./run.sh setup")
     if words.dry_run:
-        from tools.run import prepare
-        return prepare.main(argv, env)
+        from tools.run import preflight
+        return preflight.main(argv, env)
     if not (words.restarts or "0").isdecimal():
         return refuse(f"RESTARTS={words.restarts} must be a number")
     logger = open_logger(words.logger)

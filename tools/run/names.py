@@ -3,10 +3,10 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from tools.run.machine import LAUNCH_NUMBERS
+from tools.run.machine import RANKS
 from train_gpt import RECIPES, Refused, fields, recipe_of, require
 
-OF_LAUNCHERS = (*LAUNCH_NUMBERS, "MASTER_ADDR", "NPROC_PER_NODE", "NNODES", "NODE_RANK")
+OF_LAUNCHERS = (*RANKS, "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "NNODES", "NODE_RANK")
 OF_RUN_SH = ("DRY_RUN", "SCRIPT", "PROXY", "RESTARTS", "LOGGER", "HELP")  # what it takes besides constants
 # Constants of a record's public script that our recipe lacks: {preset: {name: the value built in; None: any}}
 UNUSED: dict[str, dict[str, str | None]] = {
@@ -32,11 +32,6 @@ ELSEWHERE = dict(
 OF_GOLF_SCRIPTS = {
     "QUANT_BITS", "MUON_WD", "MUON_WEIGHT_DECAY", "EMA_ENABLED", "SWA_ENABLED", "SWA_EVERY", "TTT_ENABLED",
     "BIGRAM_VOCAB_SIZE", "XSA_LAST_N", "LATE_QAT", "ROPE_DIMS", "LN_SCALE"}
-# What is no constant any more, and the command that does it
-COMMANDS = dict(
-    SAMPLE='./run.sh sample RUN "a prompt"', SAMPLE_TOKENS="./run.sh sample RUN --tokens=N",
-    SAMPLE_TEMPERATURE="./run.sh sample RUN --temperature=N", SAMPLE_TOP_K="./run.sh sample RUN --top-k=N",
-    SAMPLE_EVERY="./run.sh sample RUN, after the run")
 
 
 def constants_of(preset: str) -> set[str]:
@@ -87,13 +82,13 @@ def did_you_mean(names: Sequence[str]) -> str:
 
 
 def why_not_here(preset: str, name: str) -> str:
-    """Where a constant that the preset lacks is found; empty if it is found nowhere."""
+    """Why the preset lacks a constant that others have; empty if it is none anywhere."""
     owners = [other for other in RECIPES if name in constants_of(other)]
     if owners:
         return f"{preset} has no such constant, only {', '.join(owners)}"
     if name in OF_GOLF_SCRIPTS:
         return f"{preset} has no such constant; ./run.sh {preset} --help lists its own"
-    return f"no constant any more: {COMMANDS[name]}" if name in COMMANDS else ""
+    return ""
 
 
 def about_argument(preset: str, word: Word) -> str:
@@ -105,7 +100,9 @@ def about_argument(preset: str, word: Word) -> str:
     if presets:
         return did_you_mean(presets)
     longer = [known for known in sorted(own) if word.name and known.startswith(word.name)]
-    meant = meant_by(preset, word.name, OF_RUN_SH) or longer[:1] or ["HELP"]
+    meant = meant_by(preset, word.name, OF_RUN_SH) or longer[:1]
+    if not meant:
+        return f"./run.sh help lists commands, ./run.sh {preset} --help constants"
     return did_you_mean([as_flag(known) for known in meant])
 
 
@@ -141,8 +138,6 @@ def trainer_flags(env: Mapping[str, str], words: Sequence[str]) -> tuple[str, li
             flags.append(as_flag(word.name) + ("" if word.text is None else f"={word.text}"))
         elif word.name in UNUSED.get(preset, {}):
             lines.append(check_built_in(preset, word.name, word.text))
-        elif word.name in OF_RUN_SH and word.typed.startswith("--"):
-            raise Refused(f"{word.typed} is for ./run.sh alone")
         elif word.name in OF_LAUNCHERS:
             raise Refused(f"{word.typed} is a launcher's: start with torchrun --nproc_per_node=GPUS "
                           "train_gpt.py, which sets RANK, WORLD_SIZE and LOCAL_RANK")

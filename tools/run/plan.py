@@ -18,12 +18,7 @@ from train_gpt import (
     parse_value, per_layer, require, rows_at_once, stage_at, total_steps)
 
 CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (docs/log.md)
-H100_FLOPS = 989.4e12  # peak bf16 FLOP/s of an H100 or H200
-MOST_SCORING_PART = 0.5  # fraction of peak FLOP/s that no scoring run reaches
-SCORING_SECONDS = 600  # that golf allows
 GPU_PART = 0.5  # of the peak FLOP/s: nanochat's d24 in bf16 on 8 H100s
-# Seconds that the record of each recipe took on eight H100, by its log or, golf's, by its game's clock
-RECORD_SECONDS = dict(golf=600, golf_plus=600, speedrun=132.2, speedrun_plus=70.09, gpt2=8967, gpt2_plus=5940)
 # What a layer keeps per token for the backward pass, in multiples of model_dim: fitted to the peaks that
 # ./run.sh static counted (docs/log.md).
 KEPT_BY_ATTENTION = 13
@@ -190,21 +185,6 @@ def slow_machine(cfg: Any, machine: Machine) -> str:
             "trains anyway")
 
 
-def slow_sliding(cfg: Any, count: int) -> str:
-    """If the sliding score of `count` tokens cannot end on 8 H100s within the time that the track allows: how
-    long it takes at least; else empty."""
-    if not vars(cfg).get("eval_sliding", 0) or not cfg.artifact_bytes_limit:
-        return ""
-    context = cfg.eval_context or cfg.train_seq_len
-    rows = 1 + math.ceil(max(0, count - context) / min(cfg.eval_sliding, context))
-    forward = flops_per_token(cfg) * rows * context / 3
-    seconds = forward / (MOST_SCORING_PART * 8 * H100_FLOPS)
-    if seconds <= SCORING_SECONDS:
-        return ""
-    return (f"sliding of {count} tokens takes more than {seconds:.0f} s on 8 H100, and the track allows "
-            f"{SCORING_SECONDS}: raise EVAL_SLIDING, or set ARTIFACT_BYTES_LIMIT=0")
-
-
 def limits_line(cfg: Any, machine: Machine) -> str:
     """What ends the run and, without a cap, about when, if that can be told."""
     line = f"limits: at most {total_steps(cfg)} steps ({planned_tokens(cfg)} tokens); "
@@ -215,19 +195,6 @@ def limits_line(cfg: Any, machine: Machine) -> str:
     if machine.on_gpu:
         speed = GPU_PART * cards.peak_flops(torch.cuda.get_device_name()) * machine.world_size
     return f"{line}no cap" + (f", about {flops / speed / 3600:.1f} h (estimate)" if speed else "")
-
-
-def record_line(cfg: Any, machine: Machine) -> str:
-    """How long the record's whole run would take on these GPUs if they came as near to their peaks as its
-    eight H100; empty on a CPU, for an unknown card and for tiny, whose game is this machine's."""
-    peak = cards.peak_flops(torch.cuda.get_device_name()) if machine.on_gpu else 0
-    seconds = RECORD_SECONDS.get(cfg.preset, 0)
-    if not peak or not seconds:
-        return ""
-    hours = seconds * 8 * H100_FLOPS / (machine.world_size * peak) / 3600
-    return (f"record: {seconds:g} s on eight H100, so about {hours:.1f} h on {machine.world_size} "
-            f"{torch.cuda.get_device_name()} (estimate by the peaks, {H100_FLOPS / 1e12:.0f} and "
-            f"{peak / 1e12:.0f} TFLOP/s in bf16)")
 
 
 def full_disk(cfg: Any, folder: Path) -> str:
@@ -303,9 +270,6 @@ def plan_lines(cfg: Any, machine: Machine, micro: int, code: Callable[[], int]) 
         width = machine.dtype.itemsize if machine.on_gpu else 4
         yield f"collectives: {2 * width * counts.total() / 1e6:.0f} MB per step"
     yield limits_line(cfg, machine)
-    record = record_line(cfg, machine)
-    if record:
-        yield record
     if cfg.artifact_bytes_limit and cfg.score_artifact:
         yield artifact_line(cfg, code())
     yield from stage_lines(cfg)

@@ -7,40 +7,45 @@ then prints the plan. Exit 0: the run may start. 2: why not, in a sentence. The 
     --ranks=N   for N ranks on each machine; else one on each GPU
     --script    the script will hold this recipe alone
 
-./run.sh calls preflight() before each run, and for --dry-run. Before a torchrun of your own, call this
-yourself: its last line says what to start.
+Before a torchrun of your own, call this yourself: its last line says what to start. ./run.sh calls it with
+--json as the first word, in a process of its own, whose memory, also that on a GPU, is free again when
+training starts. It then gets missing data, too, makes the script, and its last line is the answer in JSON:
+`words` that make Python the trainer or torchrun, how many `ranks` there will be, and for MFU their `gpus` and
+the `flops` per token of each stage.
 """
+import json
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from tools.run.dataset import Log, check_dataset, command, command_for, has_shards, missing_data
-from tools.run.machine import find_machine
-from tools.run.names import check_variables, trainer_flags
+from records.judge.runs import read_events
+from tools.run.dataset import check_dataset, command, command_for, has_shards, missing_data
+from tools.run.guard import TORCHRUN
+from tools.run.machine import check_launch, find_machine
+from tools.run.names import check_variables, text_of, trainer_flags
 from tools.run.plan import (
-    check_layers, full_disk, micro_batch, plan_lines, planned_tokens, slow_machine, slow_sliding, stage_flops)
+    check_layers, full_disk, micro_batch, plan_lines, planned_tokens, slow_machine, stage_flops)
 from tools.run.script import script
+from tools.run.surroundings import compiler_missing
+from tools.run.words import Words, read_words
 from train_gpt import (
-    RESUME_FREE, Data, Loader, Refused, brief, check_same_data, overrides, preset_config, read_file,
-    recipe_of, require, script_source, typed)
+    Data, Loader, Refused, brief, overrides, preset_config, read_file, recipe_of, require, typed)
 
+JSON = "--json"  # for ./run.sh
+WHOLE = Path(__file__).resolve().parents[2] / "train_gpt.py"
+EMBEDDED = Path("data/datasets/embedded")  # what proxies train on, unless told otherwise
 GUESSED_VOCABULARY = 1024  # of a plan without data, for a recipe that does not name its own
 
 
-class Report(NamedTuple):
-    """What the launcher needs to know."""
-    preset: str  # also of a run that is resumed
-    flags: list[str]  # for the trainer
-    device_batch_size: int = 0  # DEVICE_BATCH_SIZE for the trainer; 0: it needs none
-    missing: Sequence[list[str]] = ()  # arguments of ./run.sh data, to be called before the next preflight
-    finished: bool = False  # the run to be resumed has finished
-    flops: Sequence[tuple[int, float]] = ()  # (first step of a stage, its FLOPs per token)
+class Ended(Exception):
+    """A program that this one started failed, with this exit code, and has said why."""
 
 
 class Asked(NamedTuple):
@@ -48,8 +53,10 @@ class Asked(NamedTuple):
     cfg: Any
     given: dict[str, Any]  # {constant: value} as typed
     flags: list[str]  # for the trainer
-    file: str = ""  # that holds a model: what sentences call it
-    trained_on: dict[str, Any] | None = None  # what it tells of its data; None: there is no file
+    ranks: int
+    alone: bool  # the script will hold this recipe alone
+    dry_run: bool
+    launched: bool  # by ./run.sh
 
 
 def say(*lines: str) -> None:
@@ -57,224 +64,232 @@ def say(*lines: str) -> None:
         print(line, flush=True)
 
 
-def preflight(env: Mapping[str, str], words: Sequence[str], log: Log = say, dry_run: bool = False,
-              ranks: int = 0, alone: bool = False, may_fetch: bool = False) -> Report:
-    """Looks at everything and logs the plan. words: the command line, less what is the launcher's own. ranks:
-    on each machine, see find_machine(). alone: the script will hold this recipe alone. may_fetch: data that
-    are missing are reported, so that the caller gets them and calls again. Raises Refused.
-
-    On a GPU, call it in a process of its own: its CUDA context takes memory as long as the process lives."""
-    def doubt(sentence: str) -> None:
-        """Refuses a run for this reason, if there is one; a plan goes on."""
-        require(dry_run or not sentence, sentence)
-        if sentence:
-            log(f"warning: {sentence}")
-
-    # 1. what was asked for
-    asked = read_request(env, words, log)
-    if asked is None:
-        return Report("", [], finished=True)
-    cfg = asked.cfg
-    machine = find_machine(cfg, env, ranks)
-    # 2. what is refused before gigabytes of data are fetched
-    check_logs(cfg)
-    check_layers(cfg)
-    if not cfg.eval_from and cfg.device != "cpu":
-        doubt(slow_machine(replace(cfg, vocab_size=cfg.vocab_size or GUESSED_VOCABULARY), machine))
-    missing = data_to_get(asked)
-    if missing and may_fetch and not dry_run:
-        return Report(cfg.preset, asked.flags, missing=missing)
-    # 3. data
-    if dry_run and not has_shards(Path(cfg.data_path)):
-        cfg = replace(cfg, vocab_size=cfg.vocab_size or GUESSED_VOCABULARY)
-        log(f"data: there are none at {cfg.data_path!r}: get them with "
-            f"`{command_for(Path(cfg.data_path).absolute())}`; planning with vocab_size={cfg.vocab_size}")
-    else:
-        data = check_dataset(cfg, log)
-        compare_data(asked, data, log)
-        cfg = replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
-        doubt(slow_sliding(cfg, cfg.val_tokens or len(data.val)))
-        try:
-            check_stream(cfg, data, machine, log)
-        except Refused as error:  # too few tokens or documents, no tasks of CORE
-            doubt(str(error))
-    if cfg.eval_from:
-        return Report(cfg.preset, asked.flags)
-    # 4. memory, disk, the plan; a run's own log has its overrides
-    if dry_run:
-        log(*[f"override {name} {old} -> {new}" for name, (old, new) in overrides(asked.cfg).items()])
-    doubt(full_disk(cfg, Path("logs")))
-    micro = micro_batch(cfg, machine)
-    alone = alone or counts_its_script(cfg.preset)
-    log(*plan_lines(cfg, machine, micro, lambda: code_bytes(cfg.preset, alone)))
-    share = cfg.train_batch_tokens // cfg.train_seq_len // machine.world_size
-    is_known = cfg.device_batch_size or not machine.on_gpu and micro == share
-    flops = stage_flops(cfg) if machine.on_gpu else ()
-    return Report(cfg.preset, asked.flags, device_batch_size=0 if is_known else micro, flops=flops)
-
-
-def counts_its_script(preset: str) -> bool:
-    """Does the track count the bytes of the script? ./run.sh then trains with one that holds this recipe
-    alone."""
-    return recipe_of(preset).artifact_bytes_limit > 0
-
-
-def code_bytes(preset: str, alone: bool) -> int:
-    """Bytes of the script that the run will use. alone: one that holds this recipe alone."""
-    text = script_source().decode()
-    if alone:
-        text = script(preset, text)
-    return len(text.encode())
-
-
 # ---------------------------------------------------------------- what was asked for
-def read_request(env: Mapping[str, str], words: Sequence[str], log: Log) -> Asked | None:
-    """The run that the command line and the environment ask for; None: one that is resumed has finished.
-    Raises Refused."""
-    preset, flags, lines = trainer_flags(env, words)
-    log(*lines, *check_variables(preset, env))
+def start_of(run_id: str) -> dict[str, Any]:
+    """What a run told of itself when it began; {} if it left nothing."""
+    events = read_events(Path("logs", run_id)) if run_id else []
+    return next((event for event in events if event["kind"] == "start"), {})
+
+
+def gpus() -> int:
+    """GPUs that torch sees, whatever CUDA_VISIBLE_DEVICES holds: numbers, UUIDs, MIG names; AMD's by a ROCm
+    build."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def count_ranks(device: str, preset: str, is_proxy: bool, began: Mapping[str, Any]) -> int:
+    """One rank per GPU; for tiny and proxies, whose steps have few rows, one; for a run that goes on as many
+    as before."""
+    if device == "cpu":
+        return 1
+    most = began.get("world_size") or (1 if preset == "tiny" or is_proxy else gpus())
+    return max(1, min(most, gpus()))
+
+
+def read_request(words: Words, env: Mapping[str, str], launched: bool, began: Mapping[str, Any]) -> Asked:
+    """The run that the command line and the environment ask for. began: what a run to be resumed told of
+    itself. Raises Refused."""
+    # 1. constants
+    typed_words = words.constants
+    if began and not text_of("PRESET", env, typed_words):
+        typed_words = [f"--preset={began['preset']}", *typed_words]
+    preset, flags, lines = trainer_flags(env, typed_words)
+    say(*lines, *check_variables(preset, env))
+    is_proxy = words.proxy is not None
+    if is_proxy:
+        require(not words.script, "--script: proxies are made from the whole train_gpt.py")
+        if launched and not (text_of("DATA_PATH", env, flags) or words.dry_run or
+                             (EMBEDDED / "manifest.json").exists()):
+            fetch([])
+        from tools.run.proxy import expand_proxy
+        flags = expand_proxy(words.proxy or "", flags, env, say)
     preset, given = typed(env, flags)
-    asked = Asked(preset_config(preset, given), given, flags)
-    if asked.cfg.resume:
-        return resumed(asked, log)
-    if asked.cfg.eval_from:
-        return scored(asked, log)
-    return asked
-
-
-def header(path: Path) -> dict[str, Any]:
-    """A model's file or checkpoint, without reading the tensors of one that is not compressed. Raises
-    Refused."""
-    try:
-        with open(path, "rb") as file:
-            compressed = file.read(2) != b"PK"
-        if not compressed:
-            return torch.load(path, "cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged file may raise anything
-        raise Refused(f"{path.name} is damaged or not from this trainer ({brief(error)})") from None
-    return read_file(path)
-
-
-def resumed(asked: Asked, log: Log) -> Asked | None:
-    """The run to be resumed, as its checkpoint tells; None if it has finished. Raises Refused."""
-    run_id = asked.cfg.resume
-    folder = Path("logs", run_id)
-    require(folder.is_dir(), f"resume={run_id!r}: there is no {folder}")
-    if (folder / "result.json").exists():
-        log(f"{run_id} has finished: its scores are in {folder}/result.json")
-        return None
-    path = folder / "checkpoint.pt"
-    require(path.exists(), f"resume={run_id!r}: {folder} has no checkpoint; start a new run")
-    payload = header(path)
-    saved = payload["config"]
-    recipe = recipe_of(saved["preset"])
-    known = {f.name for f in fields(recipe)}
-    require({*saved} <= known,
-            f"train_gpt.py is not what {run_id} began with: put {folder}/train_gpt.py here")
-    free = {name: value for name, value in asked.given.items() if name in RESUME_FREE and name in known}
-    cfg = recipe(**saved | free | dict(run_id=run_id))
-    return asked._replace(cfg=cfg, file=f"resume={run_id}", trained_on=payload.get("data") or {})
-
-
-def scored(asked: Asked, log: Log) -> Asked:
-    """The model to be scored. Unless data_path was given, its own dataset is taken, if that lies beside the
-    recipe's. Raises Refused."""
-    path = Path(asked.cfg.eval_from)
-    payload = header(path)
-    require(isinstance(payload, dict) and "shape" in payload, f"{path.name} holds no model")
-    shape = payload["shape"]
-    recipe = recipe_of(shape["preset"])
-    unknown = {*shape} - {f.name for f in fields(recipe)}
-    require(not unknown, f"{path.name}: {shape['preset']} here has no {', '.join(sorted(unknown))}")
-    base = asked.cfg if isinstance(asked.cfg, recipe) else recipe(eval_from=str(path))
-    cfg = replace(base, **shape, train_batch_tokens=shape["train_seq_len"])
-    told = payload.get("data") or {}
-    own = Path(cfg.data_path).parent / told.get("name", "")
-    flags = asked.flags
-    if told and "data_path" not in asked.given and own.is_dir() and str(own) != cfg.data_path:
-        log(f"data: {own}, which the model was trained on")
-        cfg = replace(cfg, data_path=str(own))
-        flags = [*flags, f"--data-path={own}"]
-    return asked._replace(cfg=cfg, flags=flags, file=f"eval_from={path}", trained_on=told)
-
-
-def check_logs(cfg: Any) -> None:
-    """Raises Refused if the run's folder exists or could not be made."""
-    logs = Path("logs")
-    folder = logs / (cfg.run_id or "x")
-    require(logs.exists() or not logs.is_symlink(),
-            "logs is a link to nowhere: make the folder that it names, or remove it")
-    require(logs.is_dir() or not logs.exists(), f"{folder} cannot be written: logs is a file")
-    try:
-        taken = cfg.run_id and not cfg.resume and folder.exists()
-    except OSError as error:  # such as for a name that is too long
-        raise Refused(f"run_id={cfg.run_id!r}: {folder} cannot be written ({error.strerror})") from None
-    require(not taken, f"run_id={cfg.run_id!r}: {folder} exists")
-    place = logs if logs.exists() else Path(".")
-    require(os.access(place, os.W_OK | os.X_OK), f"{folder} cannot be written (Permission denied)")
+    cfg = preset_config(preset, given)
+    # 2. ranks
+    check_launch(env)
+    require(not words.ranks or words.ranks.isdecimal() and int(words.ranks),
+            f"--ranks={words.ranks} must be a whole number from 1 on")
+    device = given.get("device") or began.get("config", {}).get("device", cfg.device)
+    ranks = int(words.ranks or count_ranks(device, preset, is_proxy, began))
+    # 3. a step that can be compiled
+    if cfg.compile and not began and (device == "cpu" or not gpus()):
+        why = compiler_missing(env)
+        if why:
+            say(f"compile: {why}, so the step stays uncompiled: several times slower")
+            flags.append("--compile=0")
+    alone = words.script or recipe_of(preset).artifact_bytes_limit > 0 and not is_proxy
+    return Asked(cfg, given, flags, ranks, alone, words.dry_run, launched)
 
 
 # ---------------------------------------------------------------- data
-def data_to_get(asked: Asked) -> list[list[str]]:
-    """Arguments of the `./run.sh data` commands that get what the run lacks. What data_path names is its
-    owner's, and a model or checkpoint had its data."""
-    if asked.file:
-        return []
-    missing = missing_data(asked.cfg)
-    if "data_path" in asked.given:
-        own = command_for(Path(asked.cfg.data_path))
-        missing = [arguments for arguments in missing if command(arguments) != own]
-    return missing
+def fetch(arguments: Sequence[str]) -> None:
+    """`./run.sh data ARGUMENTS`. Raises Ended, but not for the tasks of CORE: a run with CORE=0 goes on
+    without."""
+    say(f"getting data: {command([*arguments])}")
+    published = arguments and not arguments[0].startswith("-")
+    program = "data.download" if published else "data.prepare"
+    process = subprocess.Popen([sys.executable, "-m", program, *arguments])
+    code = None
+    while code is None:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:  # it got the signal, too, and ends
+            pass
+    if code and arguments != ["core"]:
+        raise Ended(code)
 
 
-def compare_data(asked: Asked, data: Data, log: Log) -> None:
-    """Raises Refused for other data than a model or checkpoint was trained on, unless other_data says that
-    they may differ."""
-    if asked.trained_on:
-        check_same_data(asked.file, asked.trained_on, asked.cfg, data)
-    elif asked.file:
-        log(f"{asked.file} is older than the digests of data: its text and tokenizer are not compared")
+def fetch_missing(asked: Asked) -> None:
+    """Gets what the run lacks of published data. What data_path names is its owner's. Raises Ended."""
+    own = command_for(Path(asked.cfg.data_path)) if "data_path" in asked.given else ""
+    for arguments in missing_data(asked.cfg):
+        if command(arguments) != own:
+            fetch(arguments)
 
 
-def check_stream(cfg: Any, data: Data, machine: Any, log: Log) -> None:
+def with_its_dataset(asked: Asked) -> Asked:
+    """A model is to be scored: unless data_path was given, its own dataset is taken, if that lies beside the
+    recipe's. Raises Refused."""
+    cfg = asked.cfg
+    path = Path(cfg.eval_from)
+    payload = read_file(path)
+    require(isinstance(payload, dict) and "shape" in payload, f"{path.name} holds no model")
+    asked = asked._replace(cfg=replace(cfg, vocab_size=payload["shape"].get("vocab_size", cfg.vocab_size)))
+    told = payload.get("data")
+    if not told:
+        say(f"eval_from={path} is older than the digests of data: its text and tokenizer are not compared")
+        return asked
+    own = Path(cfg.data_path).parent / told["name"]
+    if "data_path" in asked.given or not own.is_dir() or str(own) == cfg.data_path:
+        return asked
+    say(f"data: {own}, which the model was trained on")
+    flags = [*asked.flags, f"--data-path={own}"]
+    return asked._replace(cfg=replace(asked.cfg, data_path=str(own)), flags=flags)
+
+
+def check_stream(cfg: Any, data: Data, machine: Any) -> None:
     """Plans rows as the trainer does. Raises Refused if data are too few for that, or lack what scores
     need."""
-    most = Loader(cfg, data, machine, log).most_tokens
+    most = Loader(cfg, data, machine, say).most_tokens
     needed = planned_tokens(cfg)
-    if needed > most and not cfg.eval_from:
+    if needed > most:
         require(cfg.max_wallclock_seconds,
                 f"{needed} train tokens are needed, max_epochs={cfg.max_epochs} of {most // cfg.max_epochs} "
                 "allowed")
-        log(f"warning: max_epochs={cfg.max_epochs} of this text are {most} tokens, all steps take {needed}: "
+        say(f"warning: max_epochs={cfg.max_epochs} of this text are {most} tokens, all steps take {needed}: "
             "the run ends there unless the cap ends it first")
 
 
-# ---------------------------------------------------------------- as a program
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    ours = {"--dry-run": env.get("DRY_RUN", "0"), "--script": "0", "--ranks": "0"}
-    words = []
-    for word in argv:
-        name, _, text = word.partition("=")
-        if name in ours:
-            ours[name] = text or "1"
-        else:
-            words.append(word)
+# ---------------------------------------------------------------- the plan
+def code_bytes(asked: Asked) -> int:
+    """Bytes of the script that the run will use."""
+    text = WHOLE.read_text("utf-8")
+    return len((script(asked.cfg.preset, text) if asked.alone else text).encode())
+
+
+def check_run(asked: Asked, env: Mapping[str, str]) -> list[tuple[int, float]]:
+    """Looks at everything that a training run needs, prints the plan, and adds to its flags. Returns
+    [(first step of a stage, its FLOPs per token)]. Raises Refused, Ended."""
+    def doubt(sentence: str) -> None:
+        """Refuses a run for this reason, if there is one; a plan goes on."""
+        require(asked.dry_run or not sentence, sentence)
+        if sentence:
+            say(f"warning: {sentence}")
+
+    # 1. what is refused before gigabytes of data are fetched
+    cfg = asked.cfg
+    machine = find_machine(cfg, env, asked.ranks)
+    check_layers(cfg)
+    if cfg.device != "cpu":
+        doubt(slow_machine(replace(cfg, vocab_size=cfg.vocab_size or GUESSED_VOCABULARY), machine))
+    if asked.launched and not asked.dry_run:
+        fetch_missing(asked)
+    # 2. data
+    if asked.dry_run and not has_shards(Path(cfg.data_path)):
+        cfg = replace(cfg, vocab_size=cfg.vocab_size or GUESSED_VOCABULARY)
+        say(f"data: there are none at {cfg.data_path!r}: get them with "
+            f"`{command_for(Path(cfg.data_path).absolute())}`; planning with vocab_size={cfg.vocab_size}")
+    else:
+        data = check_dataset(cfg, say)
+        cfg = replace(cfg, vocab_size=data.vocab_size, bos_id=cfg.bos_id or max(data.bos, 0))
+        try:
+            check_stream(cfg, data, machine)
+        except Refused as error:  # too few tokens or documents, no tasks of CORE
+            doubt(str(error))
+    # 3. memory, disk, the plan; a run's own log has its overrides
+    if asked.dry_run:
+        say(*[f"override {name} {old} -> {new}" for name, (old, new) in overrides(asked.cfg).items()])
+    doubt(full_disk(cfg, Path("logs")))
+    micro = micro_batch(cfg, machine)
+    say(*plan_lines(cfg, machine, micro, lambda: code_bytes(asked)))
+    share = cfg.train_batch_tokens // cfg.train_seq_len // machine.world_size
+    if not cfg.device_batch_size and (machine.on_gpu or micro != share):
+        asked.flags.append(f"--device-batch-size={micro}")
+    return stage_flops(cfg) if machine.on_gpu else []
+
+
+# ---------------------------------------------------------------- the answer
+def script_path(asked: Asked, run_id: str) -> Path:
+    """The script that trains: a run that goes on has its own; else train_gpt.py, or what `./run.sh script
+    PRESET` makes of it."""
+    own = Path("logs", run_id, "train_gpt.py")
+    if run_id and own.is_file():
+        return own
+    if not asked.alone:
+        return Path(os.path.relpath(WHOLE)) if WHOLE.is_relative_to(Path.cwd()) else WHOLE
+    preset = asked.cfg.preset
+    made = Path("logs", ".script", preset, "train_gpt.py")
     try:
-        require(ours["--ranks"].isdecimal(), f"--ranks={ours['--ranks']} must be a whole number")
-        dry_run = ours["--dry-run"].lower() not in ("0", "false", "")
-        report = preflight(env, words, say, dry_run, int(ours["--ranks"]), ours["--script"] != "0")
-        if not (dry_run or report.finished):
-            micro = report.device_batch_size
-            flags = [*report.flags, f"--device-batch-size={micro}"] if micro else report.flags
-            say(shlex.join(["next:", "train_gpt.py", *flags]))
-        if env.get("LOGGER"):
-            say("warning: LOGGER works only through ./run.sh")
+        made.parent.mkdir(parents=True, exist_ok=True)
+        temporary = made.with_name(str(os.getpid()))
+        temporary.write_text(script(preset, WHOLE.read_text("utf-8")), encoding="utf-8")
+        os.replace(temporary, made)
+    except OSError as error:
+        raise Refused(f"the script of {preset} could not be made in {made.parent} ({brief(error)})") from None
+    return made
+
+
+def preflight(words: Words, env: Mapping[str, str], launched: bool = False) -> dict[str, Any]:
+    """Prints the plan. Returns the answer. Raises Refused, Ended."""
+    run_id = text_of("RESUME", env, words.constants)
+    asked = read_request(words, env, launched, start_of(run_id))
+    flops = []
+    if run_id:
+        say(f"resume: {run_id} goes on as it began, with the plan in its log")
+    elif asked.cfg.eval_from:
+        asked = with_its_dataset(asked)
+        check_dataset(asked.cfg, say)
+    else:
+        flops = check_run(asked, env)
+    if words.dry_run or not launched:
+        return dict(words=["train_gpt.py", *asked.flags])
+    command = [str(script_path(asked, run_id)), *asked.flags]
+    if asked.ranks > 1:
+        command = ["-m", TORCHRUN, "--standalone", f"--nproc_per_node={asked.ranks}", *command]
+    names = [torch.cuda.get_device_name(n) for n in range(asked.ranks)] if flops else []
+    return dict(words=command, ranks=asked.ranks, gpus=names, flops=flops)
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Exit code 0: the run may start; 2: why not, in a sentence."""
+    launched = JSON in argv[:1]
+    words = read_words(argv[launched:], env)
+    try:
+        answer = preflight(words, env, launched)
+        if launched:
+            print(json.dumps(answer), flush=True)
+        elif not words.dry_run:
+            say(shlex.join(["next:", *answer["words"]]))
         return 0
+    except Ended as error:
+        return int(error.args[0])
     except Refused as error:
         why = " ".join(str(error).split())
     except OSError as error:  # such as a disk that cannot be read
         why = brief(error)
-    print(f"preflight: {why}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 130
+    print(f"preflight: {why}", file=sys.stderr, flush=True)
     return 2
 
 

@@ -5,16 +5,14 @@ machines that cannot train the recipe itself.
     python tools/run/proxy.py [--trainer=FOLDER] --preset=speedrun --proxy [--name=value ...]
 
 Whatever you give yourself stays as given. Each recipe's rule is a function below, and the log shows what it
-gives. A bare --proxy takes the largest width whose run ends within five minutes here. --trainer: folder of
-another train_gpt.py. --dry-run: prints the rules and the limits of the run, and trains nothing.
-docs/proxy.md: what a proxy's verdict is worth.
+gives. A bare --proxy is 32 wide. --trainer: folder of another train_gpt.py. --dry-run: prints the rules and
+the limits of the run, and trains nothing. docs/proxy.md: what a proxy's verdict is worth.
 """
 
 import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,30 +21,26 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 TRAINER = "--trainer="
-DRY_RUN = "--dry-run"
 if __name__ == "__main__":
     sys.path[:] = [str(ROOT), *[folder for folder in sys.path if folder != str(HERE)]]
     folders = [word.removeprefix(TRAINER) for word in sys.argv[1:] if word.startswith(TRAINER)]
     if folders:
         sys.path.insert(0, str(Path(folders[0]).resolve()))
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:  # as train_gpt.py does
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 import torch  # noqa: E402
 
 import train_gpt  # noqa: E402
 from tools.run.plan import planned_tokens  # noqa: E402
+from tools.run.words import read_words  # noqa: E402
 from train_gpt import (  # noqa: E402
-    CHANNELS_PER_LAYER, GPT2, HEAD_DIM, REFERENCE_WIDTH, Config, GPT2Plus, Golf, GolfPlus, Refused, Schedule,
-    Speedrun, SpeedrunPlus, Team, horizon_weights, init_parameters, load_config,
-    preset_config, read_text, show, total_steps, train_step, typed)
+    CHANNELS_PER_LAYER, GPT2, HEAD_DIM, REFERENCE_WIDTH, Config, GPT2Plus, Golf, GolfPlus, Refused, Speedrun,
+    SpeedrunPlus, horizon_weights, load_config, preset_config, read_text, require, show, total_steps, typed)
 
 PROXY_DATA = "data/datasets/embedded"  # any prepared text will do
 PROXY_STEPS = 0.25  # steps of a proxy / steps of its recipe, at any width
 PROXY_VAL = 262_144  # val tokens that are scored
-PROXY_SECONDS = 300  # what the run of a bare --proxy may take
+WIDTH = 32  # of a bare --proxy, and the least: minutes on two cores (docs/proxy.md)
 Log = Callable[..., None]  # takes lines
-PROXY_WIDTHS = (32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280)
 
 
 class Scaled(NamedTuple):
@@ -330,22 +324,6 @@ PROXIES: dict[str, Callable[[Any, ProxySize], list[Scaled]]] = dict(
 
 
 # ---------- the command line
-def without_proxy(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of --proxy ("" if it is bare, None if it is absent) and the other words."""
-    others: list[str] = []
-    width = None
-    words = [*argv]
-    while words:
-        word = words.pop(0)
-        if word.startswith("--proxy="):
-            width = word.removeprefix("--proxy=")
-        elif word == "--proxy":
-            width = words.pop(0) if words and words[0].isdigit() else ""
-        else:
-            others.append(word)
-    return width, others
-
-
 def print_lines(*lines: str) -> None:
     print(*lines, sep="\n", flush=True)
 
@@ -358,16 +336,13 @@ def proxy_flags(rows: list[Scaled]) -> list[str]:
     return flags
 
 
-def expand_proxy(argv: Sequence[str], env: Mapping[str, str], log: Log = print_lines) -> Sequence[str]:
-    """A command line with --proxy replaced by the flags that it stands for, which the log shows with their
-    rules. Raises Refused."""
-    text, others = without_proxy(argv)
-    if text is None:
-        return argv
+def expand_proxy(text: str, words: Sequence[str], env: Mapping[str, str],
+                 log: Log = print_lines) -> list[str]:
+    """The words and the flags that --proxy=TEXT stands for, which the log shows with their rules. Raises
+    Refused."""
     # 1. what was given
-    preset, given = typed(env, others)
-    if preset not in PROXIES:
-        raise Refused(f"{preset} has no proxy; these have: {', '.join(PROXIES)}")
+    preset, given = typed(env, words)
+    require(preset in PROXIES, f"{preset} has no proxy; these have: {', '.join(PROXIES)}")
     path = given.get("data_path", PROXY_DATA)
     recipe = preset_config(preset)
     full: Any = recipe
@@ -377,73 +352,26 @@ def expand_proxy(argv: Sequence[str], env: Mapping[str, str], log: Log = print_l
     on_gpu = torch.cuda.is_available() and given.get("device") != "cpu"
     vocab_size, val_tokens = proxy_text(path, full)
     vocab_size = given.get("vocab_size") or vocab_size
-
-    def scaled(width: int) -> list[Scaled]:
-        size = ProxySize(width, vocab_size, val_tokens, given.get("depth", 0), on_gpu)
-        rows = PROXIES[preset](full, size)
-        rows.append(Scaled("data_path", path, "the embedded corpus, unless another text is given"))
-        return [row for row in rows if row.name in known and row.name not in given]
-
-    # 2. the width
-    widths = [width for width in PROXY_WIDTHS if width < full.model_dim]
-    if text and not (text.isdigit() and widths[0] <= int(text) < full.model_dim and int(text) % 16 == 0):
-        raise Refused(f"proxy={text}: a width in steps of 16, from {widths[0]} to {full.model_dim - 16}")
-    width = int(text or 0)
-    if not width:
-        width = largest_proxy(scaled, widths, others, env, log)
-    # 3. its flags
-    rows = scaled(width)
-    log(f"proxy: {preset} at width {width} instead of {full.model_dim}")
+    most = full.model_dim - 16
+    text = text or str(WIDTH)
+    require(text.isdecimal() and WIDTH <= int(text) <= most and int(text) % 16 == 0,
+            f"proxy={text}: a width in steps of 16, from {WIDTH} to {most}")
+    # 2. its flags
+    size = ProxySize(int(text), vocab_size, val_tokens, given.get("depth", 0), on_gpu)
+    rows = PROXIES[preset](full, size)
+    rows.append(Scaled("data_path", path, "the embedded corpus, unless another text is given"))
+    rows = [row for row in rows if row.name in known and row.name not in given]
+    log(f"proxy: {preset} at width {size.width} instead of {full.model_dim}")
     log(*lines_of(rows, recipe))
-    return [*others, *proxy_flags(rows)]
-
-
-def largest_proxy(scaled: Callable[[int], list[Scaled]], widths: list[int], others: list[str],
-                  env: Mapping[str, str], log: Log) -> int:
-    """The largest width whose run takes at most PROXY_SECONDS, by real steps here. scaled: width -> rows."""
-    best = widths[0]
-    for width in widths:
-        cfg = load_config(env, [*others, *proxy_flags(scaled(width))])
-        seconds = proxy_seconds(cfg, env)
-        log(f"proxy: width {width} trains {planned_tokens(cfg)} tokens in about {seconds:.0f} s here")
-        if seconds > PROXY_SECONDS:
-            break
-        best = width
-    log(f"proxy: width {best} is the largest that ends within {PROXY_SECONDS} s; --proxy={best} skips this")
-    return best
-
-
-def proxy_seconds(cfg: Any, env: Mapping[str, str]) -> float:
-    """Estimated seconds of training, from uncompiled steps of the last stage, which are the longest."""
-    team = Team(cfg, env)
-    if team.world_size > 1:
-        raise Refused("--proxy without a width is for one process: give a width")
-    kernels = cfg.choose_kernels(team.on_gpu, lambda *lines: None)
-    with team.device:
-        model = cfg.make_model(kernels)
-    optimizer = cfg.optimizer()(model, cfg, dtype=team.dtype if team.on_gpu else torch.float32,
-                                muon_dtype=team.dtype)
-    optimizer.begin(init_parameters(model, cfg.seed))
-    stage = cfg.stages()[-1]
-    rows = stage.batch_tokens // stage.row_tokens
-    tokens = torch.randint(cfg.vocab_size, (rows, stage.row_tokens), device=team.device)
-    context = model.context(stage.row_tokens, team.device, team.dtype, stage)
-    times = []
-    for step in range(3):
-        began = time.perf_counter()
-        schedule = Schedule(0.0, cfg.schedule(0, 0.0).momentum)
-        train_step(model, optimizer, (tokens, tokens.clone()), rows, context, 1.0, schedule)
-        team.wait()
-        times.append(time.perf_counter() - began)
-    return min(times) * planned_tokens(cfg) / stage.batch_tokens
+    return [*words, *proxy_flags(rows)]
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Prints the rules, then trains the proxy by train_gpt's main() -> its exit code."""
-    words = [word for word in argv if word != DRY_RUN and not word.startswith(TRAINER)]
+    words = read_words([word for word in argv if not word.startswith(TRAINER)], env)
     try:
-        flags = expand_proxy(words, env)
-        if DRY_RUN in argv:
+        flags = expand_proxy(words.proxy or "", words.constants, env)
+        if words.dry_run:
             cfg = load_config(env, flags)
             print_lines(f"limits: at most {total_steps(cfg)} steps ({planned_tokens(cfg)} tokens)")
             return 0

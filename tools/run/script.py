@@ -12,7 +12,6 @@ import ast
 import dis
 import sys
 import types
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,15 +44,10 @@ def names_bound(node: ast.AST) -> set[str]:
     return found
 
 
-def names_used(node: ast.AST) -> set[str]:
-    """Global names that a statement reads, in functions and classes of it, too."""
-    return global_names(ast.unparse(node))
-
-
-@cache
-def global_names(text: str) -> set[str]:
-    """Those of a statement's text. Compiling it tells them from local variables of the same name."""
-    waiting = [compile(text, "train_gpt.py", "exec")]
+def names_used(node: ast.stmt) -> set[str]:
+    """Global names that a statement reads, in functions and classes of it, too. Compiling it tells them from
+    local variables of the same name."""
+    waiting = [compile(ast.Module([node], []), "train_gpt.py", "exec")]
     found = set()
     while waiting:
         code = waiting.pop()

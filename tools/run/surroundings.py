@@ -15,28 +15,11 @@ from pathlib import Path
 
 from data.inputs import usable_cpus
 
-OWN_CGROUPS = Path("/proc/self/cgroup")
-CGROUPS = Path("/sys/fs/cgroup")
 CPU_INFO = Path("/proc/cpuinfo")
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-# ------------------------------------------------------------ CPUs and memory
-def cgroup_folders(controller: str) -> list[Path]:
-    """Folders of the cgroups that this process is in, from its own up to the root. v2 has one tree for all
-    controllers, v1 one for each."""
-    folders = []
-    with suppress(OSError):  # not Linux
-        for line in OWN_CGROUPS.read_text("utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and controller not in controllers.split(","):
-                continue
-            root = CGROUPS / controller if controllers else CGROUPS
-            names = [name for name in path.split("/") if name not in ("", "..")]
-            folders += [root.joinpath(*names[:n]) for n in range(len(names), -1, -1)]
-    return folders
-
-
+# ------------------------------------------------------------ CPUs
 def words_of(path: Path) -> list[str]:
     """The words of a file; none if it cannot be read."""
     try:

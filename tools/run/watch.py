@@ -419,9 +419,9 @@ def show_result(folder: Path, code: int, env: Mapping[str, str], signals: Signal
     samples = []
     if code == 0 and (folder / "result.json").exists():
         # the run's own are in its result.json: a flag goes before a variable
-        showing = Guarded({name: env[name] for name in env if name not in ("DATA_PATH", "TOKENIZER_PATH")})
+        others = {name: env[name] for name in env if name not in ("DATA_PATH", "TOKENIZER_PATH")}
+        showing = Guarded([*SHOW, str(folder)], others)
         signals.follow(showing)
-        showing.run([*SHOW, str(folder)])
         showing.wait()
         samples = samples_of(folder)
     logger.close(samples)
@@ -438,10 +438,9 @@ def main(words: list[str]) -> int:
     env = {name: text for name, text in os.environ.items() if name != "LOGGER"}     # which is heeded here
     screen = Screen(sys.stdout.isatty())
     signals = Signals()
-    child = Guarded(env, [], subprocess.PIPE, subprocess.PIPE)
+    child = Guarded(words, env, subprocess.PIPE, subprocess.PIPE)
     pulse = Pulse()
     signals.follow(child)
-    child.run(words)
     try:
         hung = follow(child, screen, Progress(), logger, signals, pulse)
     finally:

@@ -1,5 +1,5 @@
 """The command line of ./run.sh: the launcher's own words; the rest are the trainer's constants, or wrong.
-Imports nothing heavy: the launcher reads them while another process imports torch."""
+Imports nothing heavy: the launcher reads them."""
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,16 +11,17 @@ class Words(NamedTuple):
     """A command line: the launcher's own words, and those that are the trainer's constants or wrong."""
     constants: list[str]
     script: bool  # train by a script of this recipe alone
-    proxy: str | None  # its width; empty: as large as fits; None: no proxy
+    proxy: str | None  # its width; empty: the usual one; None: no proxy
     dry_run: bool  # print the plan only
     help: bool
     logger: str
     restarts: str
+    ranks: str  # on each machine; empty: one on each GPU
 
 
 def read_words(argv: Sequence[str], env: Mapping[str, str]) -> Words:
     """Tells the launcher's own words, as NAME=value or as flags, from the others."""
-    own: dict[str, Any] = {"--script": "", "--help": "", "--proxy": None}
+    own: dict[str, Any] = {"--script": "", "--help": "", "--proxy": None, "--ranks": ""}
     for name in OWN:
         own[f"--{name.lower().replace('_', '-')}"] = env.get(name, "")
     constants = []
@@ -35,4 +36,4 @@ def read_words(argv: Sequence[str], env: Mapping[str, str]) -> Words:
             own[flag] = "" if flag == "--proxy" else "1"
     on = {flag: own[flag].lower() not in OFF for flag in ("--script", "--dry-run", "--help")}
     return Words(constants, on["--script"], own["--proxy"], on["--dry-run"], on["--help"], own["--logger"],
-                 own["--restarts"])
+                 own["--restarts"], own["--ranks"])
