@@ -14,7 +14,6 @@ import pytest
 from helpers import ROOT, free_port, load_module, planted
 from tools.dev import bench
 from tools.gpu import parts as gpu_parts
-from tools.gpu import static
 
 if __name__ == "__main__":
     import torch.distributed as dist
@@ -71,7 +70,7 @@ def watch_clock(trainer):
 
 def run_as_rank(folder):
     """The toy run of one of two ranks, watched. Rank 0 writes what it noted."""
-    trainer = static.load_trainer(folder / "train_gpt.py")
+    trainer = load_module(folder / "train_gpt.py", "train_gpt")
     notes = watch_clock(trainer)
     os.chdir(folder)
     code = trainer.main([], os.environ | json.loads((folder / "settings.json").read_text()))
