@@ -4,7 +4,7 @@ by Triton's interpreter, program by program, on the stand-in's memory.
 Each tensor that a kernel is given has addresses of its own, so that one byte read or written beyond its end
 is an error, even where the caching allocator's block goes on. A kernel that Inductor generated runs in larger
 blocks than on the GPU, since the interpreter's time goes by programs; ours and flex attention's run as
-launched. Below are also repairs of the interpreter: bf16 and fp8, libdevice, maxima that keep NaN. What no
+launched. Below are also repairs of the interpreter: bf16 and fp8, libdevice, reductions in one piece. What no
 preset's toy run needs, the interpreter does as it can.
 """
 
@@ -40,7 +40,7 @@ NAMES = dict(int1="bool", fp16="float16", bf16="bfloat16", fp32="float32", fp64=
 # What the interpreter holds as unsigned integers
 PACKED = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 # Reductions by Inductor's functions of these names, which the interpreter makes number by number
-WHOLE = dict(maximum=np.max, minimum=np.min)
+WHOLE = dict(maximum=np.max, minimum=np.min, _any_combine=np.any)
 
 
 class Beyond(RuntimeError):
