@@ -71,7 +71,7 @@ TOYS = dict(
                          VALUE_EMBED_LAYERS="0,1,0,0,1", TRAIN_SEQ_LEN="384", TRAIN_BATCH_TOKENS="768",
                          ATTN_SCALE="0.6",
                          MAX_DOC_LEN="384", EVAL_CONTEXT="384", WINDOW_SCHEDULE="288,288,320,320",
-                         EVAL_WINDOW="320"),
+                         EVAL_WINDOW="320", VAL_TOKENS="1200", VAL_BATCH_SIZE="1152"),
     speedrun_plus=PLUS | dict(QK_DIM="16", DOC_SCHEDULE="64,128,128,128", BIGRAM_ROWS="64",
                               BIGRAM_SIGN_ROWS="64", MUDD_DIM="16", MUDD_GATE_DIM="16", DC_WINDOW="15"),
     gpt2=dict(DEPTH="2", SCORE_ARTIFACT="1", CORE="1", WINDOW_SCHEDULE="128"),
