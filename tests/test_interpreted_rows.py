@@ -2,8 +2,8 @@
 
 49,152 x 50,304 logits are more than 2^31. Here only the rows that are looked at exist, at the addresses that
 they would have, so an offset in 32 bits or a byte beyond these rows is an error. loss_kernel must give what
-the readable row_losses() gives, transpose_kernel the transpose. `./run.sh test -m static` runs this, as a CUDA
-build of torch has Triton.
+row_losses() gives, transpose_kernel the transpose. `./run.sh test -m static` runs this, since a CUDA build of
+torch has Triton.
 """
 
 import itertools

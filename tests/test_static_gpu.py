@@ -7,7 +7,6 @@ The library is compiled and tested here without CUDA. Tests marked static need t
 import ctypes
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import train_gpt
 from helpers import ROOT, SCRIPT, planted
 from tools.gpu import static as static_gpu
 
@@ -398,33 +396,6 @@ def test_no_generated_kernel_transposes_what_the_fp8_mlp_keeps(tmp_path):
     assert [name for name, _ in moved].count("transpose_kernel") == 4
     most = max([size for name, size in moved if name.startswith("triton_")])
     assert 4 * 2048 * 1024 <= most < 5.1 * 2048 * 1024
-
-
-@pytest.mark.static
-@pytest.mark.parametrize("many", [1, 3])
-@pytest.mark.parametrize("capability, grad", [(80, "*bf16"), (89, "*bf16"), (89, "*fp8e5"), (90, "*bf16"),
-                                              (90, "*fp8e5")])
-def test_the_loss_kernel_fits_registers(capability, grad, many, tmp_path, capsys):
-    """Compiled for an A100, an L4 or 4090, and an H100; ptxas says what it uses of each. With 64 registers
-    four rows fit a multiprocessor."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    types = dict(logits="*bf16", targets="*i64", weights="*fp32", losses="*fp32", grad=grad, V="i32")
-    constants = dict(K=many, top=30.0, shift=5.0, scale=2 / 15, factor=1e-4, BLOCK=train_gpt.LOSS_BLOCK)
-    kernel = train_gpt.triton.compile(
-        ASTSource(train_gpt.loss_kernel, types | dict.fromkeys(constants, "constexpr"), constants),
-        GPUTarget("cuda", capability, 32), dict(num_warps=8))
-    (tmp_path / "ptx").write_text(kernel.asm["ptx"])
-    ptxas = Path(train_gpt.triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    name = f"sm_{capability}" + ("a" if capability == 90 else "")
-    said = subprocess.run([ptxas, "-v", f"--gpu-name={name}", "-o", os.devnull, tmp_path / "ptx"],
-                          capture_output=True, text=True, check=True).stderr
-    words = r"Used (\d+) registers", r"(\d+) bytes spill stores"
-    registers, spilled = (int(re.search(word, said)[1]) for word in words)
-    with capsys.disabled():
-        print(f"\nloss_kernel {name} gradient {grad[1:]}, {many} targets: {registers} registers, {spilled} "
-              f"bytes spilled, {kernel.metadata.shared} bytes of shared memory")
-    assert registers <= 64 and spilled == 0
 
 
 @pytest.mark.static
