@@ -132,6 +132,6 @@ def test_rows_beyond_two_to_the_31(name, tmp_path):
     for what, check, arguments in cases():
         try:
             check(trainer, interpreter, *arguments)
-        except (AssertionError, interpret_kernels.Beyond):
+        except (AssertionError, IndexError):
             wrong.append(what)
     assert bool(wrong) == bool(old) and (not old or any(words in what for what in wrong)), wrong

@@ -232,7 +232,6 @@ def clean(**changed):
         (dict(error="exit code 1"), "exit code 1"),
         (dict(refused="no GPU"), "no GPU"),
         (clean() | {"rehearsal": clean()["rehearsal"] | {"graph_breaks": 2}}, "breaks"),
-        (clean() | {"evaluation": {"error": "out of memory"}}, "out of memory"),
     ],
 )
 def test_problems(found, words):
@@ -449,7 +448,7 @@ def test_a_changed_kernel_is_not_taken_from_the_compile_cache(tmp_path):
 def test_the_default_game_on_one_gpu(tmp_path):
     """Training with counts of n-grams and words, and the mixture's score."""
     found, printed = static(tmp_path, "tiny")
-    assert not static_gpu.problems(found) and found["evaluation"]["launches"], printed
+    assert not static_gpu.problems(found), printed
 
 
 @pytest.mark.static
@@ -457,7 +456,7 @@ def test_the_default_game_on_one_gpu(tmp_path):
 def test_other_gpus(gpu, ranks, tmp_path):
     """The step compiles, without fp8 where there is none, and in fp32 where there is no bf16."""
     found, printed = static(tmp_path, *SMALL, "--gpu", gpu, "--ranks", ranks)
-    products = found["stages"]["of stage 1"]["TFLOP"]
+    products = found["stages"]["step of stage 1"]["TFLOP"]
     assert found["rehearsal"]["graphs"], printed
     assert ("products fp8" in products) == (gpu in ("l4", "5090", "b300"))
     assert ("products bf16" in products) == (gpu != "t4") == (found["dtype"] == "bfloat16")

@@ -43,10 +43,6 @@ PACKED = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8, torch.
 WHOLE = dict(maximum=np.max, minimum=np.min, _any_combine=np.any)
 
 
-class Beyond(RuntimeError):
-    """A kernel read or wrote outside of a tensor."""
-
-
 # ---------- numbers
 def dtype_of(kind: tl.dtype) -> torch.dtype:
     return getattr(torch, NAMES.get(kind.scalar.name, kind.scalar.name))
@@ -116,7 +112,7 @@ class Memory:
         return self.emulated[-1] - before * tensor.itemsize
 
     def real(self, pointers: Handle, mask: np.ndarray, doing: str) -> np.ndarray:
-        """Host addresses. Raises Beyond for one outside of its tensor."""
+        """Host addresses. Raises IndexError for one outside of its tensor."""
         itemsize = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         which = int(pointers.data.flat[0] >> np.uint64(TABLE_BITS)) - 1
         place = (pointers.data - np.uint64(self.emulated[which])).view(np.int64)
@@ -125,7 +121,7 @@ class Memory:
         if wrong.any():
             byte = place[tuple(np.argwhere(wrong)[0])]
             size = self.sizes[which]
-            raise Beyond(f"{self.kernel} {doing} byte {byte} of {self.names[which]}, which has {size}")
+            raise IndexError(f"{self.kernel} {doing} byte {byte} of {self.names[which]}, which has {size}")
         return np.where(good, place + self.begins[which], 0).astype(np.uint64)
 
     def load(self, builder: Builder, pointers: Handle, mask: Handle, other: Handle | None, *_: Any) -> Handle:
@@ -174,11 +170,10 @@ def larger_blocks(meta: dict[str, Any], values: dict[str, Any]) -> dict[str, int
 
 
 class Interpreter:
-    """Runs kernels after they were launched. seen: names of those that ran; faults: what went wrong in one,
-    since the trainer may go on without it."""
+    """Runs kernels after they were launched. faults: what went wrong in one, since the trainer may go on
+    without it."""
 
     def __init__(self) -> None:
-        self.seen: set[str] = set()
         self.faults: list[str] = []
         self.memory = Memory("")
         builder = interpreter.InterpreterBuilder
@@ -250,7 +245,6 @@ class Interpreter:
     ) -> None:
         """The programs at these places of a grid of `counts`. values: {parameter: value}; before:
         {parameter: elements of a tensor that lie before the part of it that is given}."""
-        self.seen.add(fn.__name__)
         self.memory = Memory(fn.__name__)
         args = self.arguments(fn, values, before or {})
         function = interpreter.InterpretedFunction(fn).rewrite()

@@ -25,16 +25,19 @@ import collections
 import ctypes
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -199,11 +202,8 @@ def count_bytes(torch: ModuleType, note: Note, width: int) -> Iterator[None]:
         note("bytes", name, sum(sizes))
         return real(self, *args, **kwargs)
 
-    CachingAutotuner.run = run
-    try:
+    with mock.patch.object(CachingAutotuner, "run", run):
         yield
-    finally:
-        CachingAutotuner.run = real
 
 
 def window_pairs(trainer: Any, cfg: Any, stage: Stage, document: int) -> int:
@@ -280,19 +280,19 @@ class Subject:
         self.recorder.note("collective", name, max(out.nbytes, inp.nbytes))
         return Done()
 
-    def memory(self) -> dict[str, float]:
-        """GiB at most since the last call: allocated, reserved."""
+    def peak(self) -> float:
+        """GiB allocated at most since the last call."""
         cuda = self.torch.cuda
-        found = [round(n / GIB, 2) for n in (cuda.max_memory_allocated(), cuda.max_memory_reserved())]
+        found = cuda.max_memory_allocated() / GIB
         cuda.empty_cache()
         cuda.reset_peak_memory_stats()
-        return dict(zip(("peak_GiB", "reserved_GiB"), found))
+        return round(found, 2)
 
     def rehearse(self) -> dict[str, Any]:
         """Warmup: what was compiled, and how long that took."""
         from torch._dynamo.utils import counters
 
-        self.memory()
+        self.peak()
         began = sum(os.times()[:4])  # of this process and of those that it has started, such as ptxas
         lines, _ = self.recorder.of(lambda: self.trainer.warm_up(self.run))
         loaded = {tuple(line[1:]) for line in lines if line[0] == "load"}  # name, registers, stack
@@ -303,8 +303,8 @@ class Subject:
             kernels=len(loaded),
             spilling=sum([int(stack) > 0 for _, _, stack in loaded]),
             refused=refusals(lines),
+            peak_GiB=self.peak(),
             log=self.log,
-            **self.memory(),
         )
 
     def stage(self, stage: Stage) -> dict[str, Any]:
@@ -330,9 +330,9 @@ class Subject:
 
         before = counters["stats"]["unique_graphs"]
         steps()
-        self.memory()
+        self.peak()
         lines, waits = self.recorder.of(steps)
-        memory = self.memory()
+        peak = self.peak()
         document = kernel_costs.DOCUMENT if vars(cfg).get("max_doc_len") else 0
         flex = 3.5 * 4 * cfg.model_dim * rows * every * window_pairs(self.trainer, cfg, stage, document)
         found = figures(lines, flex, every)
@@ -345,25 +345,8 @@ class Subject:
             **found,
             waits=waits,
             recompiles=counters["stats"]["unique_graphs"] - before,
-            **memory,
+            peak_GiB=peak,
         )
-
-    def evaluation(self) -> dict[str, Any]:
-        """A batch of val rows; the first one compiles."""
-        run = self.run
-        cfg = self.run.cfg
-        T = cfg.eval_context or cfg.train_seq_len
-        rows = max(1, cfg.val_batch_size // T)
-        tokens = self.trainer.np.zeros(rows * T + 1, "<u2")
-        places = [(n * T, n * T + 1, (n + 1) * T) for n in range(rows)]
-
-        def score() -> Any:
-            return self.trainer.plain_nats(run.model, cfg, tokens, run.team, rows=places)
-
-        score()
-        self.memory()
-        lines, _ = self.recorder.of(score)
-        return dict(T=T, rows=rows, launches=figures(lines, 0, 1)["launches"], **self.memory())
 
 
 def refusals(lines: list[list[str]]) -> dict[str, int]:
@@ -428,11 +411,7 @@ def measure(settings: dict[str, str], ranks: int) -> dict[str, Any]:
     found["stages"] = {}
     with count_bytes(torch, subject.recorder.note, cfg.train_seq_len * run.micro * cfg.model_dim * 4):
         for number, stage in enumerate(cfg.stages(), 1):
-            found["stages"][f"of stage {number}"] = subject.stage(stage)
-        try:
-            found["evaluation"] = subject.evaluation()
-        except torch.OutOfMemoryError as error:
-            found["evaluation"] = dict(error=str(error).splitlines()[0])
+            found["stages"][f"step of stage {number}"] = subject.stage(stage)
     return found
 
 
@@ -455,16 +434,20 @@ def problems(found: dict[str, Any]) -> list[str]:
         sentences.append(f"{rehearsal['graph_breaks']} graph breaks")
     for name, stage in stages.items():
         if stage["recompiles"]:
-            sentences.append(f"step {name} compiles on the clock")
+            sentences.append(f"the {name} compiles on the clock")
         if stage["waits"]:
-            sentences.append(f"{len(stage['waits'])} waits in step {name}: {', '.join({*stage['waits']})}")
+            sentences.append(f"{len(stage['waits'])} waits in the {name}: {', '.join({*stage['waits']})}")
     peak = max(stage["peak_GiB"] for stage in stages.values())
     plan = found["estimate_GiB"]
     if abs(plan - peak) > max(MEMORY_ERROR * peak, MEMORY_SLACK):
         sentences.append(f"a step takes {peak} GiB, the plan says {plan}")
-    if "error" in found.get("evaluation", {}):
-        sentences.append(f"evaluation: {found['evaluation']['error']}")
     return sentences
+
+
+def listed(row: dict[str, Any]) -> str:
+    """Figures in a line, each after its name."""
+    apart = ("largest", "rehearsal", "stages")
+    return ", ".join([f"{name} {value}" for name, value in row.items() if name not in apart])
 
 
 def report(found: dict[str, Any], kernels: int) -> None:
@@ -473,39 +456,11 @@ def report(found: dict[str, Any], kernels: int) -> None:
         print(f"  PROBLEM: {sentence}")
     if "error" in found or "refused" in found:
         return
-    rehearsal = found["rehearsal"]
-    print(
-        f"  torch {found['torch']}, {found['dtype']}, {found['parameters']:,} parameters, micro_batch "
-        f"{found['micro_batch']}, memory by the plan {found['estimate_GiB']} GiB"
-    )
-    print(
-        f"  compiled in {rehearsal['seconds']} core-s; graphs {rehearsal['graphs']}, "
-        f"breaks {rehearsal['graph_breaks']}; {rehearsal['kernels']} Triton kernels, with stack "
-        f"{rehearsal['spilling']}; warmup {rehearsal['peak_GiB']} GiB, reserved "
-        f"{rehearsal['reserved_GiB']}"
-    )
-    for line in rehearsal["log"]:
-        print(f"  log: {line}")
-    for name, row in found["stages"].items():
-        print(
-            f"  step {name}: {row['rows']} rows of {row['T']}, {row['micro_batch']} at a time; "
-            f"{row['launches']} launches {row['kinds']}; recompiles {row['recompiles']}; "
-            f"waits {len(row['waits'])}; peak {row['peak_GiB']} GiB, reserved {row['reserved_GiB']}"
-        )
-        print(
-            f"    TFLOP {row['TFLOP']}; GB {row['GB']}; most registers {row['registers']}, most stack "
-            f"{row['spilled_bytes']} B"
-        )
-        if "estimate_ms" in row:
-            print(
-                f"    estimate by what an H100 took, ms: {row['estimate_ms']}; sum {row['estimate_sum_ms']}"
-            )
-        for kernel in row["largest"][:kernels]:
-            print(
-                f"    {kernel['GB']:8.3f} GB, {kernel['launches']:g} launches, "
-                f"{kernel['registers']} registers, stack {kernel['stack']} B: {kernel['name']}"
-            )
-    print(f"  evaluation: {found['evaluation']}")
+    for name, row in ({"plan": found, "warmup": found["rehearsal"]} | found["stages"]).items():
+        text = f"{name}: {listed(row)}"
+        print(textwrap.fill(text, 110, initial_indent="  ", subsequent_indent="    "))
+        for kernel in row.get("largest", [])[:kernels]:
+            print(f"    {listed(kernel)}")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -521,7 +476,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parser.add_argument("--cache", help="folder of compiled kernels; by default all are compiled anew")
     parser.add_argument("--run", action="store_true", help="toy runs with results: all presets by default")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # file to write a preset's figures to, in a child
     args = parser.parse_args(argv)
     args.given = dict([word.split("=", 1) for word in args.words if "=" in word])
     args.presets = [word for word in args.words if "=" not in word]
@@ -533,36 +487,36 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def in_a_process(
     args: argparse.Namespace, preset: str, gpu: str, ranks: int, library: Path, folder: str
 ) -> dict[str, Any]:
-    """What measure() or, with --run, emulated_run.check() finds in a process of its own, or its error."""
-    out = Path(folder, "out.json")
-    out.unlink(missing_ok=True)
-    cache = args.cache or tempfile.mkdtemp(dir=folder)
-    command = [sys.executable, "-m", "tools.gpu.static", preset]
-    command += [f"{name}={value}" for name, value in args.given.items()]
-    command += ["--ranks", str(ranks), "--trainer", str(args.trainer), "--one", str(out)]
+    """What find() finds of a preset in a process of its own with the library in place."""
     # Its temporary files go with the folder: os._exit() leaves them
-    env = environment(library, CARDS[gpu], ranks, cache, args.run) | dict(TMPDIR=folder)
-    if args.run:
-        command.append("--run")
-    # a toy run prints what it has found so far
-    done = subprocess.run(command, capture_output=not args.run, text=True, env=env)
-    if done.returncode or not out.exists():
-        lines = (done.stderr or "").strip().splitlines()[-12:]
-        return dict(error="\n".join([f"exit code {done.returncode}", *lines]))
-    return json.loads(out.read_text())
+    env = environment(library, CARDS[gpu], ranks, args.cache or tempfile.mkdtemp(dir=folder), args.run)
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=find, args=(args, preset, ranks, sender))
+    with mock.patch.dict(os.environ, env, TMPDIR=folder):
+        process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        return dict(error=f"exit code {process.exitcode}")
 
 
-def one_preset(args: argparse.Namespace) -> None:
-    """In a child process: writes what is found of a preset. Does not return."""
+def find(args: argparse.Namespace, preset: str, ranks: int, sender: Connection) -> None:
+    """In a process of its own: sends what measure() or, with --run, emulated_run.check() finds of a preset,
+    or its error. Does not return."""
     sys.path.insert(0, str(args.trainer.resolve()))  # of which train_gpt is imported
-    preset = args.presets[0]
-    if args.run:
-        from tools.gpu import emulated_run
+    try:
+        if args.run:
+            from tools.gpu import emulated_run
 
-        found = emulated_run.check(preset, args.given)
-    else:
-        found = measure(dict(PRESET=preset) | args.given, args.ranks[0])
-    Path(args.one).write_text(json.dumps(found))
+            found = emulated_run.check(preset, args.given)
+        else:
+            found = measure(dict(PRESET=preset) | args.given, ranks)
+    except Exception as error:  # a compiler or an operator may raise anything
+        found = dict(error="\n".join(f"{type(error).__name__}: {error}".splitlines()[:12]))
+    sender.send(found)
     os._exit(0)  # torch's own end would ask the driver for what is not there
 
 
@@ -571,7 +525,7 @@ def report_run(found: dict[str, Any]) -> None:
     if "error" in found:
         print(f"  PROBLEM: {found['error']}")
         return
-    print(f"  torch {found['torch']}, {found['kernels']} Triton kernels interpreted, {found['seconds']} s")
+    print(f"  torch {found['torch']}, {found['seconds']} s")
     print(f"  no card has been seen to run: {', '.join(unseen(found['operators'])) or 'nothing'}")
 
 
@@ -587,8 +541,6 @@ def unseen(operators: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 1 if there is a problem."""
     args = parse(argv)
-    if args.one:
-        one_preset(args)
     results = {}
     failed = False
     with tempfile.TemporaryDirectory() as folder:
