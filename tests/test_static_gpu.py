@@ -230,7 +230,6 @@ def clean(**changed):
         (clean(peak_GiB=10.5), "10.5 GiB"),
         (clean(peak_GiB=7.0), "7.0 GiB"),
         (dict(error="exit code 1"), "exit code 1"),
-        (dict(refused="no GPU"), "no GPU"),
         (clean() | {"rehearsal": clean()["rehearsal"] | {"graph_breaks": 2}}, "breaks"),
     ],
 )

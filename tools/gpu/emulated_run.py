@@ -29,6 +29,7 @@ from torch import Tensor
 
 import train_gpt  # of the folder that --trainer names
 from data import prepare
+from tools.dev import bench
 from tools.gpu import emulate_gpu
 from tools.gpu import interpret_kernels
 from tools.gpu import training
@@ -130,30 +131,26 @@ class Machine:
 
     def __init__(self, env: dict[str, str], device: str, compiled: bool = False) -> None:
         dtype = "auto" if device == "cuda" else "float32"
-        cfg: Any = train_gpt.load_config(env | dict(DEVICE=device, DTYPE=dtype, COMPILE=str(int(compiled))))
-        self.cfg = cfg = train_gpt.replace(cfg, bos_id=1)
-        self.team = train_gpt.Team(cfg, {})
-        self.dtype = self.team.dtype if device == "cuda" else torch.float32
-        kernels = [cfg.choose_kernels(True, lambda *_: None)] if compiled else []
-        with self.team.device:
-            self.model = cfg.make_model(*kernels)
-        self.optimizer = cfg.optimizer()(self.model, cfg, dtype=self.dtype)
-        values = off_values(self.model, 1)
-        for bank in self.optimizer.banks:
+        self.run = bench.assemble(train_gpt.load_config(env | dict(DEVICE=device, DTYPE=dtype)))
+        values = off_values(self.run.model, 1)
+        for bank in self.run.optimizer.banks:
             bank.load(values)
-        self.loss = torch.compile(self.model, dynamic=False, fullgraph=True) if compiled else self.model
+        self.loss = self.run.model
+        if compiled:
+            self.loss = torch.compile(self.run.model, dynamic=False, fullgraph=True)
 
     def step(self, tokens: Tensor, stage: Stage) -> dict[str, Tensor]:
         """{"loss": the loss, kind of parameter: the gradients of all layers}, fp32 on the CPU. Gradients of
         few numbers may almost cancel, so those of a kind are judged together, and small kinds as `small`."""
-        device = self.team.device
-        inputs = tokens[:, :-1].contiguous().to(device)
-        targets = tokens[:, 1:].contiguous().to(device)
-        context = self.model.context(inputs.size(1), device, self.dtype, stage)
-        self.model.update_context(context, stage.begins)
-        loss = self.loss(inputs, targets, context, *self.model.candidates(inputs, targets))
-        names = [name for bank in self.optimizer.banks for name in bank.names]
-        gradients = torch.autograd.grad(loss, self.optimizer.params, materialize_grads=True)
+        model = self.run.model
+        team = self.run.team
+        inputs = tokens[:, :-1].contiguous().to(team.device)
+        targets = tokens[:, 1:].contiguous().to(team.device)
+        context = model.context(inputs.size(1), team.device, team.dtype, stage)
+        model.update_context(context, stage.begins)
+        loss = self.loss(inputs, targets, context, *model.candidates(inputs, targets))
+        names = [name for bank in self.run.optimizer.banks for name in bank.names]
+        gradients = torch.autograd.grad(loss, self.run.optimizer.params, materialize_grads=True)
         kinds: dict[str, list[Tensor]] = {}
         for name, gradient in zip(names, gradients):
             kinds.setdefault(train_gpt.kind_of(name), []).append(gradient.float().cpu().flatten())
@@ -183,9 +180,9 @@ def allowed_errors(wanted: dict[str, Tensor], eager: dict[str, Tensor], fp8: boo
 def compare_stage(where: str, machines: list[Machine], stage: Stage) -> None:
     """Raises an error where the first machine's step is further from that of the last, in fp32, than the one
     of the second, eager in bf16, allows."""
-    tokens = documents(machines[0].cfg, stage.row_tokens, ROWS, stage.row_tokens)
+    tokens = documents(machines[0].run.cfg, stage.row_tokens, ROWS, stage.row_tokens)
     got, eager, wanted = [machine.step(tokens, stage) for machine in machines]
-    allowed = allowed_errors(wanted, eager, plan.fp8_part(machines[0].cfg, True) != "off")
+    allowed = allowed_errors(wanted, eager, plan.fp8_part(machines[0].run.cfg, True) != "off")
     parts = {name: error(got[name], wanted[name]) / most for name, most in allowed.items()}
     worst = max(parts, key=lambda name: parts[name])
     if not max(parts.values()) <= 1:  # also for NaN
@@ -203,14 +200,14 @@ def compare_stage(where: str, machines: list[Machine], stage: Stage) -> None:
 
 def compare_steps(env: dict[str, str]) -> None:
     """Steps of the stages with the shortest and the longest rows."""
-    plain = Machine(env, "cuda")
     exact = Machine(env, "cpu")
-    stages = exact.cfg.stages()
+    plain = Machine(env | dict(FP8="off"), "cuda")
     gpu = Machine(env | dict(FP8="off"), "cuda", True)
+    stages = exact.run.cfg.stages()
     compare_stage("step of the first stage", [gpu, plain, exact], stages[0])
     if len(stages) > 1:
         compare_stage("step of the last stage", [gpu, plain, exact], stages[-1])
-    if plan.fp8_part(exact.cfg, True) != "off":
+    if plan.fp8_part(exact.run.cfg, True) != "off":
         fp8 = Machine(env, "cuda", True)
         compare_stage("step of the first stage in fp8", [fp8, plain, exact], stages[0])
 

@@ -394,10 +394,7 @@ def measure(settings: dict[str, str], ranks: int) -> dict[str, Any]:
 
     # The stand-in times nothing, so what a cache would keep as a kernel's best configuration is any of them
     inductor.autotune_local_cache = False
-    try:
-        subject = Subject(trainer, torch, settings, ranks)
-    except trainer.Refused as error:
-        return dict(refused=str(error))
+    subject = Subject(trainer, torch, settings, ranks)
     run = subject.run
     cfg = subject.run.cfg
     found = dict(
@@ -423,8 +420,10 @@ MEMORY_SLACK = 0.5
 
 def problems(found: dict[str, Any]) -> list[str]:
     """Sentences on what would cost a run on a real GPU; none where all is well."""
-    if "error" in found or "refused" in found:
-        return [f"no run: {found.get('refused') or found['error']}"]
+    if "error" in found:
+        return [f"no run: {found['error']}"]
+    if "stages" not in found:  # a toy run
+        return []
     rehearsal = found["rehearsal"]
     stages = found["stages"]
     sentences = []
@@ -452,10 +451,6 @@ def listed(row: dict[str, Any]) -> str:
 
 def report(found: dict[str, Any], kernels: int) -> None:
     """Prints what measure() found, and of each stage so many of the Triton kernels that move most."""
-    for sentence in problems(found):
-        print(f"  PROBLEM: {sentence}")
-    if "error" in found or "refused" in found:
-        return
     for name, row in ({"plan": found, "warmup": found["rehearsal"]} | found["stages"]).items():
         text = f"{name}: {listed(row)}"
         print(textwrap.fill(text, 110, initial_indent="  ", subsequent_indent="    "))
@@ -522,9 +517,6 @@ def find(args: argparse.Namespace, preset: str, ranks: int, sender: Connection) 
 
 def report_run(found: dict[str, Any]) -> None:
     """Prints how emulated_run.check() ended."""
-    if "error" in found:
-        print(f"  PROBLEM: {found['error']}")
-        return
     print(f"  torch {found['torch']}, {found['seconds']} s")
     print(f"  no card has been seen to run: {', '.join(unseen(found['operators'])) or 'nothing'}")
 
@@ -551,13 +543,13 @@ def main(argv: Sequence[str]) -> int:
                 title = " ".join([preset, *words, f"on {ranks} x {gpu}"])
                 print(f"\n== {title}", flush=True)
                 found = results[title] = in_a_process(args, preset, gpu, ranks, library, folder)
-                if args.run:
-                    report_run(found)
-                    failed |= bool(found.get("error"))
-                else:
+                for sentence in problems(found):
+                    print(f"  PROBLEM: {sentence}", flush=True)
+                    failed = True
+                if "stages" in found:
                     report(found, args.kernels)
-                    failed |= bool(problems(found))
-                sys.stdout.flush()
+                elif "error" not in found:
+                    report_run(found)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
     return int(failed)
