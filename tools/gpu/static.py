@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import collections
 import ctypes
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -167,6 +168,7 @@ def replace_attention(torch: ModuleType, note: Note, compute: Compute | None = N
 
         def call(*args: Any, operator: OpOverload = operator, kind: str = kind, end: str = end,
                  **kwargs: Any) -> tuple[Any, ...]:  # fmt: skip
+            """In the place of the fused kernel."""
             q, k = args[1:3] if end else args[:2]
             causal = kwargs.get("is_causal") or any(x is True for x in args)
             note("attention", kind, end[1:] or "forward", *q.shape, k.size(2), int(causal))
@@ -501,8 +503,10 @@ def in_a_process(
 def find(args: argparse.Namespace, preset: str, ranks: int, sender: Connection) -> None:
     """In a process of its own: sends what measure() or, with --run, emulated_run.check() finds of a preset,
     or its error. Does not return."""
-    sys.path.insert(0, str(args.trainer.resolve()))  # of which train_gpt is imported
+    spec = importlib.util.spec_from_file_location("train_gpt", args.trainer.resolve() / "train_gpt.py")
+    trainer = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)  # which all tools import
     try:
+        spec.loader.exec_module(trainer)
         if args.run:
             from tools.gpu import emulated_run
 
