@@ -21,7 +21,8 @@ PLANTED = {
         "if embed.is_cuda:", "if False:", "tiny",
         "not implemented for 'BFloat16'"),
     "code compiled for weights of another dtype": (
-        "    torch._dynamo.reset()\n    run.loss_fn = None\n", "    run.loss_fn = None\n", "golf",
+        "    torch._dynamo.reset()\n    run.loss_fn = None\n",
+        "    evaluate(run.model, cfg, run.data, team)\n    run.loss_fn = None\n", "golf",
         "expected mat1 and mat2 to have the same dtype"),
     "tables of several rows": (
         "joined = documents is not None and len(documents) > 1", "joined = False", "speedrun",
