@@ -2,12 +2,11 @@
 process fails, so in one process a fault would fail all tests that come after it.
 
 conftest.py calls it. It does nothing without a GPU, in the processes that it starts, and on the stand-in for
-a GPU, which nothing can spoil. GPU_TESTS_ALONE=1 makes it work anywhere, for its own test.
+a GPU, which nothing can spoil.
 """
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,15 +19,12 @@ from tools.gpu.report import start_process, stop_process
 
 LIMIT = 240.0  # s of one test; with five presets compiling alongside, two of 21 needed more than 100
 CHILD = "GPU_TEST_CHILD"  # in the environment of the processes
-FORCED = "GPU_TESTS_ALONE"
 
 
 def active():
     """Is there a GPU that a test could spoil for others?"""
     if CHILD in os.environ or "STATIC_NAME" in os.environ:
         return False
-    if FORCED in os.environ:
-        return True
     import torch
 
     return torch.cuda.is_available()
@@ -53,21 +49,15 @@ def result_of(item):
 
 def report_of(item, code, text, seconds):
     """What the process of a test said, as pytest has it."""
+    skipped = re.search(r"^SKIPPED .*?: (.*)$", text, re.M)
     outcome = "passed"
     longrepr = None
-    if code is None:
+    if code != 0:  # below zero: by a signal
         outcome = "failed"
-        longrepr = f"no end in {LIMIT:.0f} s\n{text}"
-    elif code < 0:
-        outcome = "failed"
-        longrepr = f"its process ended by {signal.Signals(-code).name}\n{text}"
-    elif code != 0:
-        outcome = "failed"
-        longrepr = text
-    elif re.search(r"^1 skipped", text, re.M):
-        why = re.search(r"^SKIPPED .*?: (.*)$", text, re.M)
+        longrepr = f"no end in {LIMIT:.0f} s\n{text}" if code is None else f"exit code {code}\n{text}"
+    elif skipped:
         outcome = "skipped"
-        longrepr = (str(item.path), 0, f"Skipped: {why[1] if why else ''}")
+        longrepr = (str(item.path), 0, f"Skipped: {skipped[1]}")
     keywords = {name: 1 for name in item.keywords}
     return pytest.TestReport(item.nodeid, item.location, keywords, outcome, longrepr, "call",
                              duration=seconds)

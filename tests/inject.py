@@ -59,7 +59,6 @@ ACTIONS = {
     "int": lambda: os.kill(os.getpid(), signal.SIGINT),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": hang,
-    "pause": signal.pause,      # until a signal comes
     "sleep": lambda: time.sleep(5),
     "raise": lambda: fail(RuntimeError("an injected mistake")),
     "oom": lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),

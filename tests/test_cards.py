@@ -27,11 +27,8 @@ def test_peaks_are_dense_and_of_the_card():
         assert (card.peak > 0) == (card.capability >= 80), key
 
 
-def test_ceilings_are_below_the_peaks():
-    """And what an SM holds is what its compute capability says."""
+def test_an_sm_holds_what_its_compute_capability_says():
     for key, card in cards.CARDS.items():
-        assert card.attention < card.products <= 0.92 * (card.peak or 8.1e12), key    # 8.1: fp32 of a T4
-        assert card.fp8_products <= 0.92 * card.fp8_peak and 0.8 < card.memory / card.bandwidth < 0.95, key
         threads = {75: 1024, 80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 103: 2048, 120: 1536}
         shared = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
         assert card.threads == threads[card.capability], key

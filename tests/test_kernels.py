@@ -106,22 +106,6 @@ def test_in_bf16_queries_keys_and_values_are_one_product(weights):
     assert all(part.stride(-1) == 1 and part.stride(-2) == 8 for part in found[:3])
 
 
-def test_in_fp32_and_by_other_products_they_are_three():
-    """The same numbers as ever; fp8 and calibration see each matrix by itself."""
-    found, products = projected(torch.float32)
-    assert len(products.shapes) == 9 and not products.joined
-    seen = []
-
-    def product(x, weight):
-        seen.append(weight)
-        return linear(x, weight)
-
-    again, _ = projected(torch.float32, product)
-    assert len(seen) == 3 and all(map(torch.equal, found, again))
-    projected(torch.bfloat16, product)
-    assert len(seen) == 6
-
-
 @pytest.mark.parametrize("preset", ["tiny", "golf", "golf_plus", "gpt2", "gpt2_plus", "speedrun"])
 def test_each_recipe_s_blocks_make_one_product_of_them(preset):
     cfg = toy_config("", preset)
@@ -375,29 +359,23 @@ def test_fast_versions_have_the_signature_of_the_readable(on_gpu, preset, fp8, i
     assert replaced == in_fp8 | others | windows
 
 
-@pytest.mark.parametrize("triton, constant", [(None, True), (True, False)])
-def test_without_triton_or_by_a_constant_the_loss_is_the_reference(triton, constant, monkeypatch):
+@pytest.mark.parametrize("preset, triton, settings, least, expected", [
+    ("golf_plus", None, {}, None, "reference"),     # as in builds without CUDA
+    ("golf_plus", True, dict(triton_kernels=False), None, "reference"),
+    ("golf", True, {}, None, "reference"),          # which Inductor compiles
+    ("tiny", True, {}, None, "fused"),              # a small vocabulary
+    ("tiny", True, {}, 0, "kernel"),                # as toys can have it, too
+    ("golf_plus", True, {}, None, "kernel"),
+    ("speedrun", True, dict(fp8="off"), None, "kernel")])
+def test_which_loss_a_gpu_gets(preset, triton, settings, least, expected, monkeypatch):
     monkeypatch.setattr(train_gpt, "triton", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    cfg = replace(preset_config("golf_plus"), triton_kernels=constant)
-    assert cfg.choose_kernels(True, lambda line: None).loss is lm_loss
-
-
-@pytest.mark.parametrize("preset, by_kernel", [("tiny", False), ("golf_plus", True), ("speedrun", True)])
-def test_a_small_vocabulary_takes_the_loss_of_inductor(preset, by_kernel, monkeypatch):
-    """The least one that takes the kernel is a constant, by which toys can have it, too. golf has lm_loss(),
-    which Inductor compiles."""
-    monkeypatch.setattr(train_gpt, "triton", True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert preset_config("golf").choose_kernels(True, lambda line: None).loss is lm_loss
-    cfg = preset_config(preset)
-    if preset == "speedrun":
-        cfg = replace(cfg, fp8="off")
-    for least, kernel in ((train_gpt.LEAST_KERNEL_VOCABULARY, by_kernel), (0, True)):
+    if least is not None:
         monkeypatch.setattr(train_gpt, "LEAST_KERNEL_VOCABULARY", least)
-        loss = cfg.choose_kernels(True, lambda line: None).loss
-        assert getattr(loss, "func", loss) is train_gpt.fused_loss
-        assert getattr(loss, "keywords", {}) == (dict(row_losses=train_gpt.kernel_losses) if kernel else {})
+    loss = replace(preset_config(preset), **settings).choose_kernels(True, lambda line: None).loss
+    assert getattr(loss, "func", loss) is (lm_loss if expected == "reference" else train_gpt.fused_loss)
+    by_kernel = dict(row_losses=train_gpt.kernel_losses)
+    assert getattr(loss, "keywords", {}) == (by_kernel if expected == "kernel" else {})
 
 
 def test_each_stage_has_one_context(train, monkeypatch):

@@ -19,7 +19,7 @@ BY_NAME = {     # from the checkout, as ./run.sh does
     "tools.dev.bench --help": "--arm",
     "tools.gpu.report --help": "--minutes",
     "tools.gpu.results --help": "side_by_side",
-    "tools.gpu.static --help": "--against",
+    "tools.gpu.static --help": "--kernels",
     "tools.run.script golf": "def log_probs(",
     "tools.run.watch PLACE/said.py": "12345",
 }

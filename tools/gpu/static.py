@@ -15,11 +15,8 @@ zeros or garbage, so nothing here says anything about numerics or speed; what is
 can be believed. Replaced in Python: NCCL by torch.testing's fake process group (this is rank 0); dense
 attention by functions that allocate what the fused kernels would; the init, which is not drawn.
 
-Milliseconds "at the ceilings" are those of a GPU that reaches the ceilings in tools/run/cards.py in every
-part, one after another: a way to see which part grew, no prediction. The time of the ranks' collectives
-stands beside it, and bytes that torch's own kernels move are in neither. "estimate by what an H100 took" is
-the counted work at the rates that one H100 reached, kernel by kernel (kernel_costs.py). Exit code 1: some
-PROBLEM line was printed.
+"estimate by what an H100 took" is the counted work at the rates that one H100 reached, kernel by kernel
+(kernel_costs.py), without collectives and pauses. Exit code 1: some PROBLEM line was printed.
 """
 
 from __future__ import annotations
@@ -30,19 +27,23 @@ import ctypes
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from tools.gpu import kernel_costs
 from tools.gpu import seen_on_gpu
@@ -51,18 +52,17 @@ from tools.run.cards import CARDS, Card
 
 if TYPE_CHECKING:  # imported by the process that measures, from the folder of --trainer
     from torch import Tensor
+    from torch._ops import OpOverload
     from torch.library import Library
 
-    from train_gpt import Config, Stage
+    from train_gpt import Stage
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SITE = Path(sysconfig.get_paths()["purelib"])
 LIBRARIES = ("torch_cuda", "c10_cuda", "torch_python", "torch_cpu", "caffe2_nvrtc")
 Note = Callable[..., None]  # Recorder.note()
-
-
-NVLINK = 370e9  # bytes/s of a collective among 8 H100
+Compute = Callable[..., None]  # of an operator, its args and kwargs: fills its results
 GIB = 2**30
 
 
@@ -84,40 +84,23 @@ def build(folder: Path | str, site: Path = SITE) -> Path:
     )
     have = set(re.findall(r"^API [\w* ]*?\**(\w+)\(", source, re.M))
     stubs = sorted(name for name in want - have if ours.match(name))
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "stubs.h").write_text("".join(f"API int {name}(void) {{ return 0; }}\n" for name in stubs))
-    new = folder / f"new{os.getpid()}.so"
-    includes = [
-        f"-I{path}"
-        for path in (folder, *site.glob("nvidia/cu*/include"), site / "triton/backends/nvidia/include")
-        if path.exists()
-    ]
-    subprocess.run(
-        [
-            "gcc",
-            "-shared",
-            "-fPIC",
-            "-O1",
-            "-w",
-            "-o",
-            new,
-            "-Wl,-soname,libcuda.so.1",
-            *includes,
-            HERE / "static.c",
-            "-ldl",
-            "-lpthread",
-        ],
-        check=True,
+    library = Path(folder, "libcuda.so.1")
+    (library.parent / "stubs.h").write_text(
+        "".join([f"API int {name}(void) {{ return 0; }}\n" for name in stubs])
     )
-    os.replace(new, folder / "libcuda.so.1")
-    return folder / "libcuda.so.1"
+    includes = [library.parent, *site.glob("nvidia/cu*/include"), site / "triton/backends/nvidia/include"]
+    flags = "-shared -fPIC -O1 -w -Wl,-soname,libcuda.so.1 -ldl -lpthread".split()
+    folders = [f"-I{path}" for path in includes]
+    subprocess.run(["gcc", "-o", library, *folders, HERE / "static.c", *flags], check=True)
+    return library
 
 
-def environment(library: Path, card: Card, ranks: int, cache: str | Path) -> dict[str, str]:
-    """What a process needs in its environment to see `ranks` such GPUs."""
+def environment(
+    library: Path, card: Card, ranks: int, cache: str | Path, computes: bool = False
+) -> dict[str, str]:
+    """What a process needs in its environment to see `ranks` such GPUs. computes: their results, too."""
     here = str(library.parent)
-    return os.environ | dict(
+    env = os.environ | dict(
         LD_PRELOAD=str(library),
         LD_LIBRARY_PATH=here,
         TRITON_LIBCUDA_PATH=here,
@@ -134,6 +117,10 @@ def environment(library: Path, card: Card, ranks: int, cache: str | Path) -> dic
         TRITON_CACHE_DIR=f"{cache}/triton",
         TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor",
     )
+    if computes:  # Inductor's own launcher drops the Python of a kernel, which the interpreter runs
+        env |= dict(STATIC_COMPUTES="1", TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="0")
+        env["PYTHONWARNINGS"] = "ignore::UserWarning"  # torch's, on each operator that is replaced
+    return env
 
 
 # ---------- one preset, in a process with the library in place
@@ -171,31 +158,33 @@ class Recorder:
         return lines, [*self.waits]
 
 
-def replace_attention(torch: ModuleType, note: Note) -> Library:
-    """The fused kernels of dense attention write down their shapes and allocate their results."""
+def replace_attention(torch: ModuleType, note: Note, compute: Compute | None = None) -> Library:
+    """The fused kernels of dense attention write down their shapes and allocate their results. compute fills
+    these."""
     from torch import _meta_registrations as meta
 
     library = torch.library.Library("aten", "IMPL")
-    for kind in ("flash", "efficient", "cudnn"):
-        for end in ("", "_backward"):
-            operator = f"_scaled_dot_product_{kind}_attention{end}"
-            allocate = meta.global_decomposition_table["meta"][getattr(torch.ops.aten, operator).default]
+    for kind, end in itertools.product(("flash", "efficient", "cudnn"), ("", "_backward")):
+        operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{end}").default
 
-            def call(*args: Any, allocate: Callable[..., Any] = allocate, kind: str = kind, end: str = end,
-                     **kwargs: Any) -> tuple[Any, ...]:  # fmt: skip
-                q, k = args[1:3] if end else args[:2]
-                causal = kwargs.get("is_causal") or any(x is True for x in args)
-                note("attention", kind, end[1:] or "forward", *q.shape, k.size(2), int(causal))
-                made = allocate(*args, **kwargs)
-                return tuple(
-                    torch.empty(x.shape, dtype=x.dtype, device=q.device)
-                    if isinstance(x, torch.Tensor) and x.device.type == "meta"
-                    else x
-                    for x in made
-                )
+        def call(*args: Any, operator: OpOverload = operator, kind: str = kind, end: str = end,
+                 **kwargs: Any) -> tuple[Any, ...]:  # fmt: skip
+            """In the place of the fused kernel."""
+            q, k = args[1:3] if end else args[:2]
+            causal = kwargs.get("is_causal") or any(x is True for x in args)
+            note("attention", kind, end[1:] or "forward", *q.shape, k.size(2), int(causal))
+            made = []
+            for x in meta.global_decomposition_table["meta"][operator](*args, **kwargs):
+                on_meta = isinstance(x, torch.Tensor) and x.device.type == "meta"
+                made.append(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=q.device)
+                            if on_meta else x)  # fmt: skip
+            if compute:
+                compute(operator, args, kwargs, made)
+            return tuple(made)
 
-            library.impl(operator, call, "CUDA")
-    library.impl("nonzero", lambda x: x.cpu().nonzero().to(x.device), "CUDA")  # its count steers the host
+        library.impl(operator.name().removeprefix("aten::"), call, "CUDA")
+    if not compute:  # its count steers the host
+        library.impl("nonzero", lambda x: x.cpu().nonzero().to(x.device), "CUDA")
     return library
 
 
@@ -216,36 +205,29 @@ def count_bytes(torch: ModuleType, note: Note, width: int) -> Iterator[None]:
         note("bytes", name, sum(sizes))
         return real(self, *args, **kwargs)
 
-    CachingAutotuner.run = run
-    try:
+    with mock.patch.object(CachingAutotuner, "run", run):
         yield
-    finally:
-        CachingAutotuner.run = real
 
 
-def window_pairs(cfg: Any, stage: Stage, document: int = 0) -> int:
-    """Pairs of query and key that flex attention computes of a row, in blocks of 128, in all layers that use
-    it. Documents, which make them fewer, are not known here; document: as if each had so many tokens."""
-    T = stage.row_tokens
-    unit = 128
-    pairs = 0
-    if not hasattr(cfg, "windows"):  # full attention, which torch computes
-        return 0
+def window_pairs(trainer: Any, cfg: Any, stage: Stage, document: int) -> int:
+    """Pairs of query and key that flex attention computes of a row, in whole blocks, in all layers that use
+    it. document: as if each had so many tokens; 0: attention does not stay within documents."""
+    import torch
+
     from tools.run import plan
 
-    for layer in plan.layers_of(cfg, stage):
-        if layer.window and (layer.window < T - 1 or in_documents(cfg)):
-            firsts = [max(0, (q * unit - layer.window) // unit) for q in range(T // unit)]
-            if document:
-                begins = [q * unit // document * document // unit for q in range(T // unit)]
-                firsts = [max(pair) for pair in zip(firsts, begins)]
-            pairs += unit * unit * sum(q - first + 1 for q, first in enumerate(firsts))
+    T = stage.row_tokens
+    cpu = torch.device("cpu")
+    documents = torch.arange(T)[None] // document if document else None
+    pairs = 0
+    with mock.patch("torch.compiler.is_compiling", lambda: True):
+        for layer in plan.layers_of(cfg, stage):
+            window = trainer.gpu_window(layer.window, T, cpu, bool(document))
+            if layer.window and torch.is_tensor(window):
+                mask = trainer.gpu_window_mask(window, T, documents, cpu)
+                blocks = mask.kv_num_blocks + mask.full_kv_num_blocks
+                pairs += int(blocks.sum()) * trainer.FLEX_BLOCK**2
     return pairs
-
-
-def in_documents(cfg: Config) -> bool:
-    """Does attention stay within documents?"""
-    return bool(vars(cfg).get("max_doc_len", 0))
 
 
 class Done:
@@ -292,14 +274,6 @@ class Subject:
         run.optimizer = cfg.optimizer()(run.model, cfg, team.rank, ranks, dtype=team.dtype)
         for name in ("reduce_scatter", "all_gather"):
             setattr(trainer, name, partial(self.note_collective, name))
-        update = run.optimizer.step
-
-        def noted_update(*args: Any, **kwargs: Any) -> None:
-            self.recorder.note("phase", "optimizer")
-            update(*args, **kwargs)
-            self.recorder.note("phase", "model")
-
-        run.optimizer.step = noted_update
 
     def add_to_log(self, *lines: str) -> None:
         self.log += lines
@@ -309,33 +283,31 @@ class Subject:
         self.recorder.note("collective", name, max(out.nbytes, inp.nbytes))
         return Done()
 
-    def memory(self) -> dict[str, float]:
-        """GiB at most since the last call: allocated, reserved."""
+    def peak(self) -> float:
+        """GiB allocated at most since the last call."""
         cuda = self.torch.cuda
-        found = [round(n / GIB, 2) for n in (cuda.max_memory_allocated(), cuda.max_memory_reserved())]
+        found = cuda.max_memory_allocated() / GIB
         cuda.empty_cache()
         cuda.reset_peak_memory_stats()
-        return dict(zip(("peak_GiB", "reserved_GiB"), found))
+        return round(found, 2)
 
     def rehearse(self) -> dict[str, Any]:
         """Warmup: what was compiled, and how long that took."""
         from torch._dynamo.utils import counters
 
-        self.memory()
-        began = core_seconds()
+        self.peak()
+        began = sum(os.times()[:4])  # of this process and of those that it has started, such as ptxas
         lines, _ = self.recorder.of(lambda: self.trainer.warm_up(self.run))
-        loaded = {tuple(line[1:]) for line in lines if line[0] == "load"}
+        loaded = {tuple(line[1:]) for line in lines if line[0] == "load"}  # name, registers, stack
         return dict(
-            seconds=round(core_seconds() - began, 1),
+            seconds=round(sum(os.times()[:4]) - began, 1),
             graphs=counters["stats"]["unique_graphs"],
             graph_breaks=sum(counters["graph_break"].values()),
             kernels=len(loaded),
-            spilling=sorted(
-                [int(stack), int(registers), name] for name, registers, stack in loaded if int(stack)
-            )[::-1],
+            spilling=sum([int(stack) > 0 for _, _, stack in loaded]),
             refused=refusals(lines),
+            peak_GiB=self.peak(),
             log=self.log,
-            **self.memory(),
         )
 
     def stage(self, stage: Stage) -> dict[str, Any]:
@@ -361,11 +333,11 @@ class Subject:
 
         before = counters["stats"]["unique_graphs"]
         steps()
-        self.memory()
+        self.peak()
         lines, waits = self.recorder.of(steps)
-        memory = self.memory()
-        document = kernel_costs.DOCUMENT if in_documents(cfg) else 0
-        flex = 3.5 * 4 * cfg.model_dim * rows * every * window_pairs(cfg, stage, document)
+        peak = self.peak()
+        document = kernel_costs.DOCUMENT if vars(cfg).get("max_doc_len") else 0
+        flex = 3.5 * 4 * cfg.model_dim * rows * every * window_pairs(self.trainer, cfg, stage, document)
         found = figures(lines, flex, every)
         if os.environ.get("STATIC_NAME") == CARDS["h100"].name:
             found |= kernel_costs.estimate(lines, flex, every)
@@ -376,39 +348,8 @@ class Subject:
             **found,
             waits=waits,
             recompiles=counters["stats"]["unique_graphs"] - before,
-            **memory,
+            peak_GiB=peak,
         )
-
-    def evaluation(self) -> dict[str, Any]:
-        """A batch of val rows; the first one compiles."""
-        run = self.run
-        cfg = self.run.cfg
-        T = cfg.eval_context or cfg.train_seq_len
-        rows = max(1, cfg.val_batch_size // T)
-        tokens = self.trainer.np.zeros(rows * T + 1, "<u2")
-        places = [(n * T, n * T + 1, (n + 1) * T) for n in range(rows)]
-
-        def score() -> Any:
-            return self.trainer.plain_nats(run.model, cfg, tokens, run.team, rows=places)
-
-        score()
-        self.memory()
-        lines, _ = self.recorder.of(score)
-        return dict(T=T, rows=rows, launches=figures(lines, 0, 1)["launches"], **self.memory())
-
-
-def stage_name(cfg: Any, stage: Any) -> str:
-    """`x3 window 1664`, and loops where there are any."""
-    from tools.run import plan
-
-    long = plan.windows_of(cfg, stage, stage.row_tokens).get("long_window", 0)
-    name = f"x{stage.batch_tokens // cfg.train_batch_tokens} window {long}"
-    return name + (f" loops {stage.loops}" if getattr(stage, "loops", 0) else "")
-
-
-def core_seconds() -> float:
-    """CPU seconds of this process and of those that it has started, such as ptxas."""
-    return sum(os.times()[:4])
 
 
 def refusals(lines: list[list[str]]) -> dict[str, int]:
@@ -417,76 +358,46 @@ def refusals(lines: list[list[str]]) -> dict[str, int]:
 
 def figures(lines: list[list[str]], flex_flop: float, steps: int) -> dict[str, Any]:
     """What the lines of so many steps say of one step. flex_flop: of all of them."""
-    name = os.environ.get("STATIC_NAME", CARDS["h100"].name)
-    card = next(card for card in CARDS.values() if card.name == name)
     kinds = collections.Counter([line[0] for line in lines])
-    flop: dict[str, float] = collections.defaultdict(float)
-    moved: dict[str, float] = collections.defaultdict(float)
-    ms: dict[str, float] = collections.defaultdict(float)
+    flop: dict[str, float] = collections.defaultdict(float, {"flex attention": flex_flop})
     kernels: dict[str, list[kernel_costs.Launch]] = collections.defaultdict(list)  # of Triton
     for launch in kernel_costs.launches(lines):
-        if launch.kernel == "product":
-            dtype = launch.family.removeprefix("products ")
-            rates = dict(fp8=card.fp8_products, fp32=min(kernel_costs.FP32, card.products))
-            seconds = max(launch.flop / (rates.get(dtype) or card.products), launch.size / card.memory)
-            flop[dtype] += launch.flop
-            ms[launch.family] += 1e3 * seconds
-        elif launch.kernel == "attention":
-            flop["dense attention"] += launch.flop
-        elif launch.kernel == "memset":
-            moved["memset"] += launch.size
+        if launch.flop:
+            flop[launch.family] += launch.flop
         elif launch.family != kernel_costs.TORCH:
-            moved["triton"] += launch.size
             kernels[launch.kernel].append(launch)
-    flop["flex attention"] = flex_flop
-    moved["collectives"] = sum([int(line[2]) for line in lines if line[0] == "collective"])
-    ms["attention"] = 1e3 * (flop["dense attention"] + flex_flop / 0.8) / card.attention
-    ms["elementwise"] = 1e3 * (moved["triton"] + moved["memset"]) / card.memory
+    largest: list[dict[str, Any]] = []
+    for name, its in kernels.items():
+        size = sum([launch.size for launch in its]) / steps
+        largest.append(
+            dict(name=name, GB=round(size / 1e9, 3), launches=len(its) / steps, registers=its[0].registers,
+                 stack=its[0].stack)
+        )  # fmt: skip
+    collectives = sum([int(line[2]) for line in lines if line[0] == "collective"]) / steps
+    moved = dict(triton=sum([row["GB"] for row in largest]), collectives=collectives / 1e9)
     launched = ("triton", "torch", "gemm", "attention", "copy", "memset")
-    total = sum(ms.values()) / steps
     return dict(
         launches=round(sum(kinds[kind] for kind in launched) / steps),
         kinds={kind: round(kinds[kind] / steps) for kind in launched if kinds[kind]},
         TFLOP={name: round(work / steps / 1e12, 3) for name, work in flop.items() if work},
-        GB={name: round(size / steps / 1e9, 3) for name, size in moved.items() if size},
-        ms={name: round(value / steps, 2) for name, value in ms.items() if value},
-        sum_ms=round(total, 1),
-        collectives_ms=round(1e3 * moved["collectives"] / steps / NVLINK, 1),
-        registers=max([its[0].registers for its in kernels.values()], default=0),
-        spilled_bytes=max([its[0].stack for its in kernels.values()], default=0),
+        GB={name: round(size, 3) for name, size in moved.items() if size},
+        registers=max([row["registers"] for row in largest], default=0),
+        spilled_bytes=max([row["stack"] for row in largest], default=0),
         refused=refusals(lines),
-        largest=sorted([of_kernel(its, steps) for its in kernels.values()], key=lambda row: -row["GB"]),
+        largest=sorted(largest, key=lambda row: -row["GB"]),
     )
 
 
-def of_kernel(its: list[kernel_costs.Launch], steps: int) -> dict[str, Any]:
-    """What a step's launches of a Triton kernel move."""
-    size = sum([launch.size for launch in its])
-    return dict(name=its[0].kernel, GB=round(size / steps / 1e9, 3), launches=len(its) / steps,
-                registers=its[0].registers, stack=its[0].stack)  # fmt: skip
-
-
-def load_trainer(path: Path) -> ModuleType:
-    """train_gpt.py of any folder, under its own name, so that tools/dev/bench.py measures it."""
-    spec = importlib.util.spec_from_file_location("train_gpt", path)
-    trainer = importlib.util.module_from_spec(spec)
-    sys.modules["train_gpt"] = trainer
-    spec.loader.exec_module(trainer)
-    return trainer
-
-
-def measure(settings: dict[str, str], ranks: int, trainer_path: Path) -> dict[str, Any]:
+def measure(settings: dict[str, str], ranks: int) -> dict[str, Any]:
     """Everything about one preset, as a dict; in a process with the library in place."""
     import torch
     import torch._inductor.config as inductor
 
+    import train_gpt as trainer
+
     # The stand-in times nothing, so what a cache would keep as a kernel's best configuration is any of them
     inductor.autotune_local_cache = False
-    trainer = load_trainer(trainer_path)
-    try:
-        subject = Subject(trainer, torch, settings, ranks)
-    except trainer.Refused as error:
-        return dict(refused=str(error))
+    subject = Subject(trainer, torch, settings, ranks)
     run = subject.run
     cfg = subject.run.cfg
     found = dict(
@@ -499,14 +410,8 @@ def measure(settings: dict[str, str], ranks: int, trainer_path: Path) -> dict[st
     found["micro_batch"] = run.micro
     found["stages"] = {}
     with count_bytes(torch, subject.recorder.note, cfg.train_seq_len * run.micro * cfg.model_dim * 4):
-        for stage in cfg.stages():
-            name = stage_name(cfg, stage)
-            if name not in found["stages"]:
-                found["stages"][name] = subject.stage(stage)
-        try:
-            found["evaluation"] = subject.evaluation()
-        except torch.OutOfMemoryError as error:
-            found["evaluation"] = dict(error=str(error).splitlines()[0])
+        for number, stage in enumerate(cfg.stages(), 1):
+            found["stages"][f"step of stage {number}"] = subject.stage(stage)
     return found
 
 
@@ -518,8 +423,10 @@ MEMORY_SLACK = 0.5
 
 def problems(found: dict[str, Any]) -> list[str]:
     """Sentences on what would cost a run on a real GPU; none where all is well."""
-    if "error" in found or "refused" in found:
-        return [f"no run: {found.get('refused') or found['error']}"]
+    if "error" in found:
+        return [f"no run: {found['error']}"]
+    if "stages" not in found:  # a toy run
+        return []
     rehearsal = found["rehearsal"]
     stages = found["stages"]
     sentences = []
@@ -529,84 +436,48 @@ def problems(found: dict[str, Any]) -> list[str]:
         sentences.append(f"{rehearsal['graph_breaks']} graph breaks")
     for name, stage in stages.items():
         if stage["recompiles"]:
-            sentences.append(f"step {name} compiles on the clock")
+            sentences.append(f"the {name} compiles on the clock")
         if stage["waits"]:
-            sentences.append(f"{len(stage['waits'])} waits in step {name}: {', '.join({*stage['waits']})}")
+            sentences.append(f"{len(stage['waits'])} waits in the {name}: {', '.join({*stage['waits']})}")
     peak = max(stage["peak_GiB"] for stage in stages.values())
     plan = found["estimate_GiB"]
     if abs(plan - peak) > max(MEMORY_ERROR * peak, MEMORY_SLACK):
         sentences.append(f"a step takes {peak} GiB, the plan says {plan}")
-    if "error" in found.get("evaluation", {}):
-        sentences.append(f"evaluation: {found['evaluation']['error']}")
     return sentences
 
 
-def report(title: str, found: dict[str, Any], kernels: int = 0) -> None:
+def listed(row: dict[str, Any]) -> str:
+    """Figures in a line, each after its name."""
+    apart = ("largest", "rehearsal", "stages")
+    return ", ".join([f"{name} {value}" for name, value in row.items() if name not in apart])
+
+
+def report(found: dict[str, Any], kernels: int) -> None:
     """Prints what measure() found, and of each stage so many of the Triton kernels that move most."""
-    print(f"\n== {title}")
-    for sentence in problems(found):
-        print(f"  PROBLEM: {sentence}")
-    if "error" in found or "refused" in found:
-        return
-    rehearsal = found["rehearsal"]
-    print(
-        f"  torch {found['torch']}, {found['dtype']}, {found['parameters']:,} parameters, micro_batch "
-        f"{found['micro_batch']}, memory by the plan {found['estimate_GiB']} GiB"
-    )
-    print(
-        f"  compiled in {rehearsal['seconds']} core-s; graphs {rehearsal['graphs']}, "
-        f"breaks {rehearsal['graph_breaks']}; {rehearsal['kernels']} Triton kernels, with stack "
-        f"{len(rehearsal['spilling'])}; warmup {rehearsal['peak_GiB']} GiB, reserved "
-        f"{rehearsal['reserved_GiB']}"
-    )
-    if found["dtype"] == "float32":
-        print("  no bf16 on this card, so activations are fp32: no tensor cores, twice the memory")
-    for line in rehearsal["log"]:
-        print(f"  log: {line}")
-    for name, row in found["stages"].items():
-        print(
-            f"  step {name}: {row['rows']} rows of {row['T']}, {row['micro_batch']} at a time; "
-            f"{row['launches']} launches {row['kinds']}; recompiles {row['recompiles']}; "
-            f"waits {len(row['waits'])}; peak {row['peak_GiB']} GiB, reserved {row['reserved_GiB']}"
-        )
-        print(
-            f"    TFLOP {row['TFLOP']}; GB {row['GB']}; most registers {row['registers']}, most stack "
-            f"{row['spilled_bytes']} B"
-        )
-        print(
-            f"    at the ceilings, ms: {row['ms']}; sum {row['sum_ms']}; collectives {row['collectives_ms']}"
-        )
-        if "estimate_ms" in row:
-            print(
-                f"    estimate by what an H100 took, ms: {row['estimate_ms']}; sum {row['estimate_sum_ms']}, "
-                f"{row['estimate_optimizer_ms']} of it the optimizer's; without collectives and pauses"
-            )
-        for kernel in row["largest"][:kernels]:
-            print(
-                f"    {kernel['GB']:8.3f} GB, {kernel['launches']:g} launches, "
-                f"{kernel['registers']} registers, stack {kernel['stack']} B: {kernel['name']}"
-            )
-    print(f"  evaluation: {found['evaluation']}")
+    for name, row in ({"plan": found, "warmup": found["rehearsal"]} | found["stages"]).items():
+        text = f"{name}: {listed(row)}"
+        print(textwrap.fill(text, 110, initial_indent="  ", subsequent_indent="    "))
+        for kernel in row.get("largest", [])[:kernels]:
+            print(f"    {listed(kernel)}")
 
 
 def flat(tree: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
     """{place: value} of nested dicts."""
     if not isinstance(tree, dict):
-        return {".".join(path): tree}
+        return {", ".join(path): tree}
     return {place: value for key, child in tree.items() for place, value in flat(child, (*path, key)).items()}
 
 
-def changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """Lines on what differs; numbers with their ratio."""
+def print_changes(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Prints which figures differ, with their ratio."""
     old = flat(before)
     new = flat(after)
     for place in sorted(old.keys() | new.keys()):
         a = old.get(place)
         b = new.get(place)
-        if a == b or place.endswith(("seconds", "largest")):
-            continue
-        both = all(isinstance(x, (int, float)) and x for x in (a, b))
-        yield f"  {place}: {a} -> {b}" + (f" (x{b / a:.3f})" if both else "")
+        if a != b and not place.endswith(("seconds", "largest", "spilling")):
+            both = all(isinstance(value, (int, float)) and value for value in (a, b))
+            print(f"  {place}: {a} -> {b}" + (f" (x{b / a:.3f})" if both else ""))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -620,11 +491,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--trainer", type=Path, default=ROOT, help="folder of train_gpt.py")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N that move most bytes")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
-    parser.add_argument("--against", type=Path, help="file of --json: print what changed")
+    parser.add_argument("--against", type=argparse.FileType(), help="file of --json: print what changed")
     parser.add_argument("--cache", help="folder of compiled kernels; by default all are compiled anew")
     parser.add_argument("--run", action="store_true", help="toy runs with results: all presets by default")
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="of --run")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # file to write a preset's figures to, in a child
     args = parser.parse_args(argv)
     args.given = dict([word.split("=", 1) for word in args.words if "=" in word])
     args.presets = [word for word in args.words if "=" not in word]
@@ -633,121 +502,85 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-PARTS = ["steps", "main"]  # of --run
-
-
 def in_a_process(
     args: argparse.Namespace, preset: str, gpu: str, ranks: int, library: Path, folder: str
 ) -> dict[str, Any]:
-    """What measure() or, with --run, emulated_run.check() finds in a process of its own, or its error."""
-    out = Path(folder, "out.json")
-    cache = args.cache or tempfile.mkdtemp(dir=folder)
-    out.unlink(missing_ok=True)
-    words = [
-        preset,
-        *[f"{name}={value}" for name, value in args.given.items()],
-        "--ranks",
-        str(ranks),
-        "--trainer",
-        str(args.trainer),
-        "--one",
-        str(out),
-        *(["--run", "--parts", *args.parts] if args.run else []),
-    ]
+    """What find() finds of a preset in a process of its own with the library in place."""
     # Its temporary files go with the folder: os._exit() leaves them
-    env = environment(library, CARDS[gpu], ranks, cache) | dict(TMPDIR=str(folder))
-    if args.run:  # Inductor's own launcher drops the Python of a kernel, which the interpreter runs
-        env |= dict(STATIC_COMPUTES="1", TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="0")
-        env["PYTHONWARNINGS"] = "ignore::UserWarning"  # torch's, on each operator that is replaced
-    command = [sys.executable, "-m", "tools.gpu.static", *words]
-    if args.run:  # it says on stderr what it has found so far
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, text=True, env=env)
-    else:
-        done = subprocess.run(command, capture_output=True, text=True, env=env)
-    if done.returncode or not out.exists():
-        lines = (done.stderr or "").strip().splitlines()[-12:]
-        return dict(error="\n".join([f"exit code {done.returncode}", *lines]))
-    return json.loads(out.read_text())
+    env = environment(library, CARDS[gpu], ranks, args.cache or tempfile.mkdtemp(dir=folder), args.run)
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=find, args=(args, preset, ranks, sender))
+    with mock.patch.dict(os.environ, env, TMPDIR=folder):
+        process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        return dict(error=f"exit code {process.exitcode}")
 
 
-def runs(args: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
-    """(preset, GPU, ranks) of each run that is asked for."""
-    for preset, gpu in itertools.product(args.presets, args.gpu):
-        for ranks in args.ranks or [1 if preset == "tiny" else 8]:
-            yield preset, gpu, ranks
+def find(args: argparse.Namespace, preset: str, ranks: int, sender: Connection) -> None:
+    """In a process of its own: sends what measure() or, with --run, emulated_run.check() finds of a preset,
+    or its error. Does not return."""
+    spec = importlib.util.spec_from_file_location("train_gpt", args.trainer.resolve() / "train_gpt.py")
+    trainer = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)  # which all tools import
+    try:
+        spec.loader.exec_module(trainer)
+        if args.run:
+            from tools.gpu import emulated_run
 
-
-def one_preset(args: argparse.Namespace) -> None:
-    """In a child process: writes what is found of a preset. Does not return."""
-    preset = args.presets[0]
-    path = args.trainer / "train_gpt.py"
-    if args.run:
-        trainer = load_trainer(path.resolve())
-        from tools.gpu import emulated_run  # imports the trainer
-
-        found = emulated_run.check(trainer, preset, args.given, args.parts)
-    else:
-        found = measure(dict(PRESET=preset) | args.given, args.ranks[0], path)
-    Path(args.one).write_text(json.dumps(found))
+            found = emulated_run.check(preset, args.given)
+        else:
+            found = measure(dict(PRESET=preset) | args.given, ranks)
+    except Exception as error:  # a compiler or an operator may raise anything
+        found = dict(error="\n".join(f"{type(error).__name__}: {error}".splitlines()[:12]))
+    sender.send(found)
     os._exit(0)  # torch's own end would ask the driver for what is not there
 
 
-def report_run(title: str, found: dict[str, Any]) -> None:
-    """Prints what emulated_run.check() found."""
-    print(f"\n== {title}, a toy run with results")
-    if "error" in found:
-        print(f"  PROBLEM: {found['error']}")
-        return
-    for line in found["lines"]:
-        print(f"  {line}")
-    for fault in found["faults"]:
-        print(f"  PROBLEM: {fault}")
-    count = len(found["kernels"])
-    print(f"  torch {found['torch']}, {count} Triton kernels interpreted, {found['seconds']} s")
+def report_run(found: dict[str, Any]) -> None:
+    """Prints how emulated_run.check() ended."""
+    print(f"  torch {found['torch']}, {found['seconds']} s")
     print(f"  no card has been seen to run: {', '.join(unseen(found['operators'])) or 'nothing'}")
 
 
-def unseen(operators: Sequence[tuple[str, Sequence[str], str]]) -> list[str]:
-    """Of [(name, dtypes, line)] those in no report of a card, as `mm(bfloat16) at hidden:1234`."""
-    found = []
-    for name, dtypes, line in operators:
-        if seen_on_gpu.launches(name) and not seen_on_gpu.seen(name, tuple(dtypes)):
-            found.append(f"{name}({', '.join(dtypes)}) at {line}")
-    return found
+def unseen(operators: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Of [(name, dtypes)] those in no report of a card, as `aten.mm(bfloat16)`."""
+    return [
+        f"{name}({', '.join(dtypes)})"
+        for name, dtypes in operators
+        if seen_on_gpu.launches(name) and not seen_on_gpu.seen(name, tuple(dtypes))
+    ]
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 1 if there is a problem."""
     args = parse(argv)
-    if args.one:
-        one_preset(args)
     results = {}
-    try:
-        before = json.loads(args.against.read_text()) if args.against else {}
-    except (OSError, ValueError) as error:
-        print(f"static: --against: {error}", file=sys.stderr)
-        return 2
+    failed = False
     with tempfile.TemporaryDirectory() as folder:
         library = build(folder)
-        if args.run:
-            args.ranks = [1]
-        words = [f"{name}={value}" for name, value in args.given.items()]
-        for preset, gpu, ranks in runs(args):
-            title = " ".join([preset, *words, f"on {ranks} x {gpu}"])
-            results[title] = in_a_process(args, preset, gpu, ranks, library, folder)
-            if args.run:
-                report_run(title, results[title])
-            else:
-                report(title, results[title], args.kernels)
-            sys.stdout.flush()
+        for preset, gpu in itertools.product(args.presets, args.gpu):
+            for ranks in args.ranks or [1 if args.run or preset == "tiny" else 8]:
+                words = [f"{name}={value}" for name, value in args.given.items()]
+                title = " ".join([preset, *words, f"on {ranks} x {gpu}"])
+                print(f"\n== {title}", flush=True)
+                found = results[title] = in_a_process(args, preset, gpu, ranks, library, folder)
+                for sentence in problems(found):
+                    print(f"  PROBLEM: {sentence}", flush=True)
+                    failed = True
+                if "stages" in found:
+                    report(found, args.kernels)
+                elif "error" not in found:
+                    report_run(found)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
     if args.against:
         print(f"\n== changes since {args.against.name}")
-        print(*changes(before, results), sep="\n")
-    failed = [found.get("faults") or found.get("error") if args.run else problems(found)
-              for found in results.values()]
-    return int(any(failed))
+        print_changes(json.load(args.against), results)
+    return int(failed)
 
 
 if __name__ == "__main__":

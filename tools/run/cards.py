@@ -21,9 +21,7 @@ from typing import NamedTuple
 
 
 class Card(NamedTuple):
-    """A card. The last four are the ceilings of `static`: about what such a card reaches. For h100 they are
-    near what was measured; the others are estimates, most of them 0.8 of the peak and 0.9 of the
-    bandwidth."""
+    """A card."""
 
     name: str  # as torch tells it
     capability: int
@@ -34,36 +32,22 @@ class Card(NamedTuple):
     peak: float  # bf16 FLOP/s; 0: it has none
     fp8_peak: float  # 0: it has none
     bandwidth: float  # bytes/s
-    products: float  # FLOP/s of large products in bf16; fp32 where there is no bf16
-    fp8_products: float
-    attention: float  # FLOP/s of dense attention; of flex attention 0.8 of it
-    memory: float  # bytes/s
 
 
 KB = 1024
 CARDS = {
-    "h100": Card("NVIDIA H100 80GB HBM3", 90, 132, 2048, 227 * KB, 79.18, 989.4e12, 1978.9e12, 3.35e12,
-                 790e12, 1580e12, 500e12, 3.0e12),
-    "a100": Card("NVIDIA A100-SXM4-80GB", 80, 108, 2048, 163 * KB, 79.25, 312e12, 0, 2.039e12,
-                 250e12, 0, 180e12, 1.8e12),
-    "4090": Card("NVIDIA GeForce RTX 4090", 89, 128, 1536, 99 * KB, 23.51, 165.2e12, 330.3e12, 1.008e12,
-                 150e12, 300e12, 110e12, 0.9e12),
-    "l4": Card("NVIDIA L4", 89, 58, 1536, 99 * KB, 22.04, 121e12, 242e12, 0.3e12,
-               60e12, 120e12, 45e12, 0.27e12),
-    "t4": Card("Tesla T4", 75, 40, 1024, 64 * KB, 14.56, 0, 0, 0.32e12,
-               6e12, 0, 4e12, 0.28e12),
-    "h200": Card("NVIDIA H200", 90, 132, 2048, 227 * KB, 139.80, 989.4e12, 1978.9e12, 4.8e12,
-                 790e12, 1580e12, 500e12, 4.3e12),
-    "b200": Card("NVIDIA B200", 100, 148, 2048, 227 * KB, 178.35, 2250e12, 4500e12, 8e12,
-                 1800e12, 3600e12, 1100e12, 7.2e12),
-    "b300": Card("NVIDIA B300 SXM6 AC", 103, 148, 2048, 227 * KB, 267.69, 2250e12, 4500e12, 8e12,
-                 1800e12, 3600e12, 1100e12, 7.2e12),
-    "5090": Card("NVIDIA GeForce RTX 5090", 120, 170, 1536, 99 * KB, 31.37, 209.5e12, 419e12, 1.792e12,
-                 168e12, 335e12, 120e12, 1.6e12),
+    "h100": Card("NVIDIA H100 80GB HBM3", 90, 132, 2048, 227 * KB, 79.18, 989.4e12, 1978.9e12, 3.35e12),
+    "a100": Card("NVIDIA A100-SXM4-80GB", 80, 108, 2048, 163 * KB, 79.25, 312e12, 0, 2.039e12),
+    "4090": Card("NVIDIA GeForce RTX 4090", 89, 128, 1536, 99 * KB, 23.51, 165.2e12, 330.3e12, 1.008e12),
+    "l4": Card("NVIDIA L4", 89, 58, 1536, 99 * KB, 22.04, 121e12, 242e12, 0.3e12),
+    "t4": Card("Tesla T4", 75, 40, 1024, 64 * KB, 14.56, 0, 0, 0.32e12),
+    "h200": Card("NVIDIA H200", 90, 132, 2048, 227 * KB, 139.80, 989.4e12, 1978.9e12, 4.8e12),
+    "b200": Card("NVIDIA B200", 100, 148, 2048, 227 * KB, 178.35, 2250e12, 4500e12, 8e12),
+    "b300": Card("NVIDIA B300 SXM6 AC", 103, 148, 2048, 227 * KB, 267.69, 2250e12, 4500e12, 8e12),
+    "5090": Card("NVIDIA GeForce RTX 5090", 120, 170, 1536, 99 * KB, 31.37, 209.5e12, 419e12, 1.792e12),
     "pro6000": Card("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 120, 188, 1536, 99 * KB, 94.97,
-                    503.8e12, 1007.6e12, 1.792e12, 403e12, 806e12, 290e12, 1.6e12),
-    "3090": Card("NVIDIA GeForce RTX 3090", 86, 82, 1536, 99 * KB, 23.68, 71e12, 0, 0.936e12,
-                 57e12, 0, 41e12, 0.84e12),
+                    503.8e12, 1007.6e12, 1.792e12),
+    "3090": Card("NVIDIA GeForce RTX 3090", 86, 82, 1536, 99 * KB, 23.68, 71e12, 0, 0.936e12),
 }  # fmt: skip
 # bf16 FLOP/s of cards that have no row above, by their datasheets. The first pattern that fits a name counts
 OTHER_PEAKS = [("MIG", 0.0), ("H[12]00 NVL", 835.5e12), ("H100 PCIe", 756e12), ("L40S", 362e12)]
