@@ -117,6 +117,8 @@ def environment(
         TRITON_CACHE_DIR=f"{cache}/triton",
         TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor",
     )
+    # The process ends by os._exit(), and Python would count what torch left
+    env["PYTHONWARNINGS"] = "ignore:resource_tracker"
     if computes:  # Inductor's own launcher drops the Python of a kernel, which the interpreter runs
         env |= dict(STATIC_COMPUTES="1", TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="0")
         env["PYTHONWARNINGS"] = "ignore::UserWarning"  # torch's, on each operator that is replaced
