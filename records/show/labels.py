@@ -1,5 +1,6 @@
 """Names that tell runs apart: what differs between them, not how all of them begin."""
 import re
+import textwrap
 from collections.abc import Sequence
 
 from records.judge.runs import Run
@@ -7,7 +8,7 @@ from records.judge.runs import Run
 STAMPED = re.compile(r"\d{8}_\d{6}")        # in a name that the trainer or a tool made up
 DATED = re.compile(r"20\d\d-\d\d-\d\d_")    # how the folder of a record begins
 NEVER_TOLD = ("seed", "run_id")
-MOST_CONSTANTS = 3      # that a name lists
+MOST_TEXT = 70      # characters of a name
 
 
 def without_date(name: str) -> str:
@@ -28,10 +29,9 @@ def differing(configs: Sequence[dict[str, str]]) -> list[str]:
 
 
 def constants_text(config: dict[str, str], names: Sequence[str]) -> str:
-    """`matrix_lr=0.02 warmdown_frac=0.6 and 2 more`, of those that a config has."""
+    """`matrix_lr=0.02 warmdown_frac=0.6`, of those that a config has, as many as fit a name."""
     told = [f"{name}={config[name]}" for name in names if name in config]
-    more = len(told) - MOST_CONSTANTS
-    return " ".join(told[:MOST_CONSTANTS]) + (f" and {more} more" if more > 0 else "")
+    return textwrap.shorten(" ".join(told), MOST_TEXT, placeholder=" …")
 
 
 def telling_names(groups: dict[str, list[Run]]) -> dict[str, str]:

@@ -285,7 +285,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     standard = Settings()
     parser = argparse.ArgumentParser(prog="./run.sh sample", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN", help="a run's name, a run's or record's folder, or a model file")
+    parser.add_argument("run", metavar="RUN", help="a run, a run's or record's folder, or a model file")
     parser.add_argument("prompts", metavar="prompt", nargs="*", help="text for the model to continue")
     parser.add_argument("--tokens", type=int, default=standard.tokens,
                         help="maximum length of a sample [%(default)s]")
