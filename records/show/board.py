@@ -126,24 +126,29 @@ def page_of(version: int) -> Path:
     return folders.HOME / "README.md" if version == NEWEST else folders.HOME / "rules" / f"rules_{version}.md"
 
 
-def with_part(text: str, name: str, content: str, page: str) -> str:
-    """The text of a page with what stands between the markers of a part made anew."""
-    start = f"<!-- {name} -->"
-    end = f"<!-- /{name} -->"
-    demand(text.count(start) == text.count(end) == 1, f"records/{page} has no block {start}")
-    top, _, rest = text.partition(start)
-    _, _, bottom = rest.partition(end)
-    return f"{top}{start}\n{content}\n{end}{bottom}"
+def part_of(text: str, name: str) -> str:
+    """What stands between the markers of a part of a page. Raises Refused."""
+    found = re.findall(f"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", text, re.S)
+    demand(len(found) == 1, f"the page has no block <!-- {name} -->")
+    return found[0]
+
+
+def with_part(text: str, name: str, content: str) -> str:
+    """The text of a page with that made anew. Raises Refused."""
+    marker = f"<!-- {name} -->\n"
+    return text.replace(f"{marker}{part_of(text, name)}\n", f"{marker}{content}\n")
 
 
 def board(say: Callable) -> None:
     """Rewrites what stands between the markers of records/README.md, and targets.json."""
     path = folders.HOME / "README.md"
-    text = with_part(inputs.read_text(path), f"rules version {NEWEST}", rules_table(NEWEST), path.name)
+    text = with_part(inputs.read_text(path), f"rules version {NEWEST}", rules_table(NEWEST))
+    targets = {}
     for name in RULES[NEWEST].tracks:
-        text = with_part(text, f"board {name}", board_table(name, records_of(name)), path.name)
+        records = records_of(name)
+        text = with_part(text, f"board {name}", board_table(name, records))
+        targets[name] = target_of(name, records)
     path.write_text(text, encoding="utf-8")
-    targets = {name: target_of(name, records_of(name)) for name in RULES[NEWEST].tracks}
     (folders.HOME / "targets.json").write_text(json.dumps(targets) + "\n", encoding="utf-8")
     say(f"wrote {os.path.relpath(path)} and targets.json")
 
@@ -160,8 +165,7 @@ def check_boards(folder: Folder, options: argparse.Namespace) -> str | None:
     parts = [(page_of(version), f"rules version {version}", rules_table(version)) for version in RULES]
     parts.append((page_of(NEWEST), f"board {name}", board_table(name, records, lambda folder: "")))
     for page, part, content in parts:
-        told = inputs.read_text(page).partition(f"<!-- {part} -->\n")[2].partition(f"\n<!-- /{part} -->")[0]
-        told = re.sub(r"(?m)version \d+: [^|]*(?= \|$)", "", told)
+        told = re.sub(r"(?m)version \d+: [^|]*(?= \|$)", "", part_of(inputs.read_text(page), part))
         found = first_difference(told, content)
         where = f"records/{page.relative_to(folders.HOME)}, {part}"
         require(not found, f"{where} (line, as it is, as it is recomputed): {found}")

@@ -3,7 +3,7 @@ from typing import Any
 
 import numpy as np
 
-from records.show.board_rows import Section, group_name
+from records.show.board_rows import Section
 from records.show.curves import SPLITS, band_of, split_to_draw, with_curve
 
 PALETTE = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22")
@@ -25,7 +25,7 @@ def names_of(section: Section) -> dict[str, str]:
     names: dict[str, list[str]] = {}
     for item in section.items:
         names.setdefault(item.key, []).append(item.name)
-    return {key: group_name(some) for key, some in names.items()}
+    return {key: some[0] + (f" and {len(some) - 1} more" if some[1:] else "") for key, some in names.items()}
 
 
 def chart_of(section: Section) -> Any:
@@ -37,7 +37,7 @@ def chart_of(section: Section) -> Any:
     names = names_of(section)
     split = split_to_draw(section.runs, "seconds")
     plot = figure(height=420 + 12 * len(names), sizing_mode="stretch_width", y_axis_type="log",
-                  x_axis_label="train_time (s)", y_axis_label=f"{SPLITS[split]} loss, nats per token",
+                  x_axis_label="train_time (s)", y_axis_label=f"loss on {SPLITS[split]}, nats per token",
                   tools="pan,wheel_zoom,box_zoom,reset,save", active_scroll="wheel_zoom",
                   active_drag="box_zoom", output_backend="canvas", toolbar_location="above")
     plot.yaxis.ticker = BasicTicker(desired_num_ticks=8)

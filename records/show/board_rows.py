@@ -150,8 +150,3 @@ def sections_of(items: list[Item]) -> list[Section]:
             groups.append([item])
     sections = [Section(title_of(group[0]), in_order(group)) for group in groups]
     return sorted(sections, key=lambda section: (section.items[0].record, not section.items[-1].record))
-
-
-def group_name(names: list[str]) -> str:
-    """How the legend calls runs of one kind."""
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

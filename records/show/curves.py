@@ -114,8 +114,8 @@ def draw(curves: dict[str, list[Run]], path: Path | str, title: str, by: str = "
         color = "0.5" if label in grey else f"C{i - len(grey)}"
         losses += draw_runs(axes, runs, split, by, i, color, f"{label}, ")
     scale_losses(axes, losses, by, title)
-    told = "line: median run; band: lowest to highest; dots: final val"
-    axes.set_ylabel(f"{SPLITS[split]} loss, nats per token\n({told})", fontsize=9)
+    told = "line: median of runs; band: lowest to highest; dots: final val"
+    axes.set_ylabel(f"loss on {SPLITS[split]}, nats per token\n({told})", fontsize=9)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     make_folder(Path(path).parent)
     figure.savefig(path, dpi=110, metadata={"Software": None})

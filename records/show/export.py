@@ -34,12 +34,6 @@ def model_constants(recipe: Any) -> list[str]:
     return [field.name for field in fields(recipe) if field.metadata["model"]]
 
 
-def tensors_of(model: Any) -> dict[str, Any]:
-    """{name: tensor} of a model: its parameters, and what its n-grams are counted from."""
-    # A tied head is the embedding, which named_parameters() lists once
-    return {name: p.detach().contiguous() for name, p in model.named_parameters()} | model.state()
-
-
 def model_script(preset: str, text: str) -> str:
     """The text of model.py. text: of train_gpt.py."""
     whole = script(preset, text)
@@ -63,13 +57,15 @@ def export(args: argparse.Namespace, say: Callable) -> str:
     except train_gpt.Refused as error:
         raise Refused(str(error)) from None
     make_folder(folder)
-    save_file(tensors_of(model), folder / "model.safetensors", {"format": "pt"})
+    # A tied head is the embedding, which named_parameters() lists once
+    weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    save_file(weights | model.state(), folder / "model.safetensors", {"format": "pt"})
     shape = {name: getattr(cfg, name) for name in model_constants(cfg)}
     (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
     trainer = inputs.read_text(Path(train_gpt.__file__))
     (folder / "model.py").write_text(model_script(cfg.preset, trainer), encoding="utf-8")
-    weights = sum(p.numel() for p in model.parameters())
+    count = sum(p.numel() for p in model.parameters())
     counted = " with the training text that n-grams are counted from" if model.state() else ""
-    say(f"wrote {folder}/model.safetensors ({weights:,} weights{counted}), config.json and model.py, which "
+    say(f"wrote {folder}/model.safetensors ({count:,} weights{counted}), config.json and model.py, which "
         "reads them with torch, numpy and safetensors")
     return str(folder)

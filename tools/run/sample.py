@@ -27,7 +27,6 @@ from torch import Tensor
 
 from data import inputs
 from records.judge.runs import Refused, demand, demand_no_dead_link, read_events
-from records.verify.leak_probe import Script
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("final_model*.ptz", "final_model.pt", "checkpoint.pt")    # which model of a folder is sampled
@@ -78,19 +77,14 @@ def find_model(word: str) -> Path:
 @cache
 def import_script(path: Path) -> ModuleType:
     """The train_gpt.py at path as a module of its own. Raises Refused."""
-    sys.path.insert(0, str(path.resolve().parent))  # companions of old scripts
+    sys.dont_write_bytecode = True      # no __pycache__ in the run's folder
     spec = importlib.util.spec_from_file_location("train_gpt_of_the_model", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module     # dataclasses look there
-    writes_none = sys.dont_write_bytecode
-    sys.dont_write_bytecode = True      # no __pycache__ in the run's folder
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise Refused(f"{path}, which wrote the model, cannot be imported ({brief(error)})") from None
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-        sys.dont_write_bytecode = writes_none
     return module
 
 
@@ -109,19 +103,11 @@ def open_model(path: Path, device: str) -> Opened:
         script = ROOT / "train_gpt.py"
     module = import_script(script)
     try:
-        if hasattr(module, "RECIPES"):
-            model, cfg = module.load_model(path, device)
-            about = getattr(model, "trained_on", None) or {}
-            return Opened(partial(module.log_probs, model), cfg, about, device)
-        older = Script(module, path, {})
-
-        def log_probs(tokens: Tensor) -> Tensor:
-            return torch.from_numpy(older.log_probs(tokens.numpy()))
-
-        return Opened(log_probs, older.cfg, {}, "cpu")
+        model, cfg = module.load_model(path, device)
     except Exception as error:      # a damaged file may raise anything
         why = str(error) if type(error).__name__ == "Refused" else brief(error)
         raise Refused(f"{path} cannot be opened by {script}: {why}") from None
+    return Opened(partial(module.log_probs, model), cfg, getattr(model, "trained_on", None) or {}, device)
 
 
 # ------------------------------------------------------------ its text

@@ -18,9 +18,9 @@ from records.show.curves import SPLITS
 from records.verify.folders import HOME, track_of
 from tools.run import plan
 from tools.run.sample import SAMPLES, Settings, brief, find_model, keep, sample_lines
-from tools.run.watch import Screen, in_rows
+from tools.run.watch import Screen
 
-SAMPLE_ROWS = 5         # of each sample on a terminal; samples.txt has them all
+SAMPLE_LINES = 5        # of each sample on a terminal; samples.txt has them all
 MOST_CHANGES = 90      # characters of the line in loss.png that names what a run changed
 
 
@@ -35,11 +35,6 @@ def target_of(result: dict[str, Any]) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------ loss.png
-def name_of(result: dict[str, Any]) -> str:
-    """A run's name in pictures: preset, seed, score."""
-    return f"{result['preset']}, seed {result['seed']}: {scores_text(result)}"
-
-
 def changes_of(result: dict[str, Any]) -> str:
     """The constants that a run changed, as many as fit a line; "" for none."""
     changed = [f"{name}={new}" for name, (_, new) in result["overrides"].items()
@@ -85,7 +80,7 @@ def draw_run(folder: Path, result: dict[str, Any], target: dict[str, Any]) -> No
     axes.set_zorder(right.get_zorder() + 1)     # the losses before the LR
     axes.patch.set_visible(False)
     axes.set_title(changes_of(result), fontsize=8.5)
-    figure.suptitle(name_of(result), fontsize=11)
+    figure.suptitle(f"{result['preset']}, seed {result['seed']}: {scores_text(result)}", fontsize=11)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8.5, frameon=False)     # it hides no curve
     figure.savefig(folder / "loss.png", dpi=110)
 
@@ -112,13 +107,12 @@ def distance(result: dict[str, Any], other: dict[str, Any]) -> str:
     if mine is None:
         return what
     gap = (mine - other["value"]) * (1 if other["better"] == "lower" else -1)       # > 0: worse
-    unit = ""
-    if seconds and gap > 0:
+    if not seconds:
+        return f"{abs(gap):.4f} {'behind' if gap > 0 else 'ahead of'} {what}"
+    if gap > 0:
         return f"{gap:.4f} short of {goal}; {what}"
-    if seconds:
-        gap = result["train_time_ms"] / 1e3 - seconds
-        unit = " s"
-    return f"{abs(gap):.4f}{unit} {'behind' if gap > 0 else 'ahead of'} {what}"
+    late = result["train_time_ms"] / 1e3 - seconds
+    return f"{abs(late):.4f} s {'behind' if late > 0 else 'ahead of'} {what}"
 
 
 def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
@@ -136,11 +130,11 @@ def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
         yield f"  {distance(result, other)}"
     if result.get("val_loss_partial") is not None:
         yield partial_line([run_of_events(folder / "train.log", read_events(folder))])
-    made = [name for name in (SAMPLES, "loss.png") if (folder / name).exists()]
-    names = ", ".join(["train.log", "result.json", *made, "train_gpt.py"])
+    names = [name for name in ("train.log", "result.json", SAMPLES, "loss.png", "train_gpt.py")
+             if (folder / name).exists()]
     model = next((path.name for path in sorted(folder.glob("final_model.*.ptz"))), "final_model.pt")
-    yield f"in {folder}/: {names}, {model} ({size_text((folder / model).stat().st_size)})"
-    if SAMPLES in made:
+    yield f"in {folder}/: {', '.join(names)}, {model} ({size_text((folder / model).stat().st_size)})"
+    if SAMPLES in names:
         yield f'more samples: ./run.sh sample {folder.name} "a prompt" "another one"'
     if os.environ.get("PROXY"):
         size = f"--preset {result['preset']} --proxy {result['config']['model_dim']}"
@@ -163,7 +157,7 @@ def show_run(folder: Path, terminal: bool) -> Iterator[str]:
             lines = sample_lines(model)
             keep(folder, [f"{model} {Settings().flags()}", *lines], mode="w")
             for line in lines:
-                yield "\n".join(in_rows(line)[:SAMPLE_ROWS]) if terminal else line
+                yield "\n".join(line.splitlines()[:SAMPLE_LINES]) if terminal else line
         except KeyboardInterrupt:
             yield "samples: none (interrupted)"
         except Exception as error:

@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,19 +37,6 @@ QUIET = re.compile(
     r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|warmup before|setup:|"
     r"step:\d+/\d+ train_loss|val_part |(counting )?n-grams|init of |stopping_early:|evaluating |"
     r"Serialized |Code size:|Total submission|peak memory|scoring the artifact|final_| *[a-z_]+  \S")
-
-
-def in_rows(text: str) -> list[str]:
-    """The text in rows that fit the terminal, broken between words; further rows of a line are indented. A
-    word that is longer than a row, such as a path, is left whole."""
-    rows = []
-    for line in text.splitlines() or [""]:
-        line = line.expandtabs()
-        further = " " * (len(line) - len(line.lstrip()) + 2)
-        rows += textwrap.wrap(line, shutil.get_terminal_size().columns, subsequent_indent=further,
-                              replace_whitespace=False, break_on_hyphens=False,
-                              break_long_words=False) or [""]
-    return rows
 
 
 class Progress:
@@ -128,8 +114,6 @@ class Screen:
 
     def show(self, line: str, stream: TextIO) -> None:
         self.hide()
-        if self.terminal and stream.isatty():
-            line = "\n".join(in_rows(line))
         print(line, file=stream, flush=True)
 
     def tick(self, part: float | None, text: str) -> None:
@@ -290,7 +274,6 @@ class Logger:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.run: Any = None        # of wandb's interface
-        self.config: dict[str, str] = {}
 
     def safely(self, do: Callable[..., None], *args: Any) -> None:
         try:
@@ -305,10 +288,8 @@ class Logger:
     def take(self, event: dict[str, Any], folder: Path) -> None:
         """An event of the run in that folder: constants, scalars of a step."""
         kind = event["kind"]
-        if kind == "start":
-            self.config = event["config"]
-        elif kind == "setup" and self.kind and not self.run:        # it trains
-            self.safely(self.open, folder)
+        if kind == "start" and self.kind and not self.run:
+            self.safely(self.open, folder, event["config"])
         elif self.run and kind in ("train", "val", "val_part"):
             values = {name: value for name, value in event.items()
                       if name not in ("kind", "step", "steps") and value is not None}
@@ -316,13 +297,13 @@ class Logger:
                 values = {"val_part_loss": event["val_loss"]}
             self.safely(self.run.log, values, event["step"])
 
-    def open(self, folder: Path) -> None:
+    def open(self, folder: Path, config: dict[str, str]) -> None:
         if self.kind == "tensorboard":
-            self.run = TensorBoard(folder, self.config)
+            self.run = TensorBoard(folder, config)
         else:
             os.environ.setdefault("WANDB_DIR", str(folder))
             library = import_module(self.kind)
-            self.run = library.init(project="train_gpt", name=folder.name, config=self.config)
+            self.run = library.init(project="train_gpt", name=folder.name, config=config)
 
     def close(self, samples: str) -> None:
         """Hands on the samples and ends."""
