@@ -1,5 +1,5 @@
 """`record board`: the leaderboards and the rules in records/README.md, and targets.json, which a run's last
-lines and its picture compare it with; the rule that these are what rules and records make."""
+lines compare it with; the rule that these are what rules and records make."""
 import argparse
 import json
 import os
@@ -8,10 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data import inputs
-from records.judge.runs import batch_means, demand, show
+from records.judge.runs import demand, show
 from records.judge.significance import describe, show_p
 from records.verify import folders
 from records.verify.checks import LOOK_ONLY, Rule, first_difference, require
@@ -91,34 +89,21 @@ def rules_table(version: int) -> str:
 
 
 def target_of(name: str, records: dict[str, Folder]) -> dict[str, Any]:
-    """What a run of a track is shown against at its end (tools/run/watch.py) and in its loss.png. curve_of:
-    of which split `curve` has the loss. Where the track is to reach a value in the least time, `seconds` is
-    what the record took."""
+    """What a run of a track is compared with at its end (tools/run/show.py). Where the track is to reach a
+    value in the least time, `seconds` is what the record took."""
     track = RULES[NEWEST].tracks[name]
     mean = track.start
     about = f"{track.start_name}, {track.hardware}"
     best = best_before(records, "")
-    curve = []
-    split = "train"
     if best != "none":
-        record = records[best]
-        s = describe(record.values("time" if track.rank == "time" else track.metric))
+        s = describe(records[best].values("time" if track.rank == "time" else track.metric))
         mean = round(s.mean, 4)
         about = f"{best.partition('_')[2]}, {s.n} seeds"
-        curves = [batch_means(run.curves["train"]) for run in record.runs]
-        if all(len(run.curves["part"]) > 3 for run in record.runs):
-            split = "part"
-            curves = [[(point.seconds, point.loss) for point in run.curves[split]] for run in record.runs]
-        grid = np.geomspace(max(points[0][0] for points in curves),
-                            min(points[-1][0] for points in curves), 80)
-        losses = np.median([np.interp(grid, *zip(*points)) for points in curves], 0)
-        curve = np.column_stack([grid, losses]).round(4).tolist()
     other = {"name": "the record", "metric": track.metric, "better": track.better, "value": mean,
              "about": about}
     if track.rank == "time":
         other |= {"value": track.target, "seconds": mean}
-    return {"compare": [other] * (mean is not None) + PLAIN.get(name, []), "curve": curve,
-            "curve_of": split}
+    return {"compare": [other] * (mean is not None) + PLAIN.get(name, [])}
 
 
 def page_of(version: int) -> Path:

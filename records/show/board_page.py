@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from records.judge.runs import Refused, Run, make_folder, show
+from records.judge.runs import Run, make_folder, show
 from records.judge.significance import describe
 from records.judge.scores import name_of_metric, partial_line
-from records.show.board_chart import chart_of, colors_of, names_of
+from records.show.board_chart import chart_of, colors_of
 from records.show.board_rows import Item, Section, items_of, runs_below, sections_of
 from records.show.board_style import SCRIPT, STYLE
-from records.show.labels import constants_of, differing
 
-MOST_COLUMNS = 5        # runs of one's own whose constants are listed
 FILES = {"result.json": "result", "train_gpt.py": "script", "loss.png": "picture", "README.md": "page"}
 WORDS = ("preset", "hardware", "torch", "script")       # columns where runs differ in them
 
@@ -121,27 +119,6 @@ def table_of(section: Section, home: Path) -> str:
 
 
 # ------------------------------------------------------------ the other parts
-def constants_part(section: Section) -> str:
-    """A table of the constants in which one's own runs and the best record differ; without runs of one's own
-    those of the records."""
-    own = {item.key: item for item in section.items if not item.record}
-    records = [item for item in section.items if item.record]
-    items = [*own.values()][:MOST_COLUMNS] + records[:1 if own else MOST_COLUMNS]
-    names = names_of(section)
-    configs = [item.runs[0].result.get("config") or constants_of(item.runs[0]) for item in items]
-    constants = [name for name in differing(configs) if name not in ("seed", "run_id")]
-    if not constants:
-        return ""
-    heads = "".join([f"<th>{html.escape(names[item.key])}</th>" for item in items])
-    rows = []
-    for name in constants:
-        cells = [cell(names[item.key], config.get(name)) for item, config in zip(items, configs)]
-        rows.append(f"<tr><th>{html.escape(name)}</th>{''.join(cells)}</tr>")
-    return (f"<details><summary>{len(constants)} constants that differ</summary>\n<table class=constants>"
-            f"<thead><tr><th>constant</th>{heads}</tr></thead>\n"
-            f"<tbody>{''.join(rows)}</tbody></table></details>")
-
-
 def samples_part(items: list[Item]) -> str:
     """What the models of runs wrote."""
     parts = [f"<details><summary>{html.escape(item.name)}</summary><pre>{html.escape(item.samples)}</pre>"
@@ -160,17 +137,13 @@ def section_part(section: Section, chart: str, home: Path) -> str:
 <p class=same>Dots: final val. Grey: records, the median of their runs. Scroll or drag a box to zoom; click
 the legend to hide.</p>
 {table_of(section, home)}
-{constants_part(section)}
 </section>"""
 
 
 def write_page(paths: Sequence[Path | str], out: Path | str, say: Callable) -> None:
     """The page of all runs below paths -> out. Raises Refused."""
-    try:
-        from bokeh.embed import components
-        from bokeh.resources import Resources
-    except ImportError:
-        raise Refused("board --html needs bokeh: pip install -r requirements.txt") from None
+    from bokeh.embed import components
+    from bokeh.resources import Resources
     out = Path(out)
     runs = runs_below(paths, say)
     items = items_of(runs)

@@ -11,7 +11,7 @@ import numpy as np
 from records.judge.runs import Run, demand, load_runs, make_folder, mean_curve, points_with
 from records.judge.scores import differences
 from records.show.labels import telling_names, without_date
-from records.verify.folders import best_before, records_of, track_of
+from records.verify import folders
 
 SPLITS = {"train": "train", "val": "val", "part": "a part of val"}
 AXES = {"seconds": "train_time (s)", "tokens": "tokens", "step": "steps"}
@@ -101,9 +101,9 @@ def draw_record(curves: dict[str, list[Run]], path: Path | str, title: str) -> N
 
 
 # ------------------------------------------------------------ plot and compare
-def draw(curves: dict[str, list[Run]], path: Path | str, title: str, by: str = "seconds",
-         grey: dict[str, list[Run]] | tuple = ()) -> None:
-    """{label: [Run]} -> a picture of loss over training seconds, tokens or steps, its legend below it. grey:
+def picture(curves: dict[str, list[Run]], title: str, by: str = "seconds",
+            grey: dict[str, list[Run]] | tuple = ()) -> Any:
+    """{label: [Run]} -> the figure of loss over training seconds, tokens or steps, its legend below it. grey:
     labels of records."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(8, 4.6 + 0.1 * len(curves)), layout="constrained")
@@ -117,27 +117,27 @@ def draw(curves: dict[str, list[Run]], path: Path | str, title: str, by: str = "
     told = "line: median of runs; band: lowest to highest; dots: final val"
     axes.set_ylabel(f"loss on {SPLITS[split]}, nats per token\n({told})", fontsize=9)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    return figure
+
+
+def draw(curves: dict[str, list[Run]], path: Path | str, title: str, by: str = "seconds",
+         grey: dict[str, list[Run]] | tuple = ()) -> None:
+    """That figure, written to path."""
     make_folder(Path(path).parent)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-
-
-def title_of(names: list[str], runs: list[Run]) -> str:
-    """`tiny: gelu, relu`, as much of it as fits."""
-    presets = sorted({run.config.get("preset", "") for run in runs} - {""})
-    told = ": ".join(["/".join(presets), ", ".join(names)]).removeprefix(": ")
-    return textwrap.shorten(told, 90, placeholder=" …")
+    picture(curves, title, by, grey).savefig(path, dpi=110)
 
 
 def record_to_beat(runs: list[Run]) -> dict[str, list[Run]]:
-    """{name: runs} of the best record of the track that the runs play, if their losses compare; or {}."""
+    """{name: runs} of the newest record of the track that the runs play, if their losses compare; or {}."""
     presets = {run.config.get("preset", "") for run in runs}
-    if len(presets) > 1 or presets == {""}:
+    found = []
+    if len(presets) == 1:
+        found = sorted(folders.HOME.glob(f"track_{folders.track_of(*presets)}/[!.]*/submission.json"))
+    if not found:
         return {}
-    records = records_of(track_of(*presets))
-    name = best_before(records, runs[0].facts.get("hardware"))
-    if name == "none" or differences([*runs, *records[name].runs], "val_loss"):
-        return {}
-    return {f"record {without_date(name)}": records[name].runs}
+    record = folders.Folder(found[-1].parent)
+    name = f"record {without_date(record.path.name)}"
+    return {} if differences([*runs, *record.runs], "val_loss") else {name: record.runs}
 
 
 def plot(args: argparse.Namespace, say: Callable) -> None:
@@ -157,5 +157,6 @@ def plot(args: argparse.Namespace, say: Callable) -> None:
         record = {}     # it is drawn already
     names = telling_names(found)
     curves = {names[label]: of_path for label, of_path in found.items()}
-    draw(record | curves, args.out, title_of([*curves], runs), args.by, record)
+    title = textwrap.shorten(", ".join(curves), 90, placeholder=" …")
+    draw(record | curves, args.out, title, args.by, record)
     say(f"curves: {args.out}")

@@ -43,10 +43,7 @@ def model_script(preset: str, text: str) -> str:
 
 def export(args: argparse.Namespace, say: Callable) -> str:
     """model.safetensors, config.json and model.py beside the model, or in --out. Returns their folder."""
-    try:
-        from safetensors.torch import save_file
-    except ImportError:
-        raise Refused("export needs safetensors: pip install -r requirements.txt") from None
+    from safetensors.torch import save_file
     import train_gpt
     from tools.run.sample import find_model
     path = find_model(args.run)

@@ -35,13 +35,11 @@ def constants_text(config: dict[str, str], names: Sequence[str]) -> str:
 
 
 def telling_names(groups: dict[str, list[Run]]) -> dict[str, str]:
-    """{label: its runs} -> {label: its name}: for one that was made up from a time stamp the constants that
-    differ, where these tell it from the others."""
-    made_up = [label for label in groups if STAMPED.search(label)]
+    """{label: its runs} -> {label: its name}: where all were made up from time stamps, the constants that
+    differ, if these tell them apart."""
     configs = {label: constants_of(runs[0]) for label, runs in groups.items()}
     differ = differing([*configs.values()])
-    told = [constants_text(configs[label], differ) for label in made_up]
-    if len({*told}) < len(told):
-        told = made_up
-    names = {label: text or label for label, text in zip(made_up, told)}
-    return {label: names.get(label, without_date(label)) for label in groups}
+    told = {label: constants_text(configs[label], differ) for label in groups}
+    if all(STAMPED.search(label) for label in groups) and len({*told.values()}) == len(told):
+        return told
+    return {label: without_date(label) for label in groups}

@@ -111,6 +111,10 @@ class Guarded:
     def go_on(self) -> None:
         kill(below(self.process.pid), signal.SIGCONT)
 
+    def leave(self) -> None:
+        """Leaves the program to its guard, which asks it to stop, and kills it after PATIENCE seconds."""
+        self.control.close()
+
     def wait(self) -> int:
         """Waits until nothing of it is left. Returns its exit code."""
         code = self.process.wait()

@@ -9,7 +9,6 @@ sample ends where the model ends its document, or after --tokens. The train_gpt.
 wrote it, loads it; without one, this checkout's does.
 """
 import argparse
-import hashlib
 import importlib.util
 import json
 import math
@@ -27,17 +26,13 @@ from torch import Tensor
 
 from data import inputs
 from records.judge.runs import Refused, demand, demand_no_dead_link, read_events
+from train_gpt import brief, file_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("final_model*.ptz", "final_model.pt", "checkpoint.pt")    # which model of a folder is sampled
 SAMPLES = "samples.txt"         # in the run's folder: what was sampled from it
 PROMPT_TOKENS = 24              # of a val document, at most
 SEED = 1337
-
-
-def brief(error: BaseException) -> str:
-    """An exception in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 class Settings(NamedTuple):
@@ -147,20 +142,20 @@ def find_tokenizer(config: dict[str, Any], data: dict[str, Any], folder: Path | 
             places.append(str(folder / inside))
     digests = {digest for file, digest in (data.get("sha256") or {}).items() if not file.endswith(".bin")}
     for path in [Path(place) for place in places if place and Path(place).is_file()]:
-        if not digests or hashlib.sha256(path.read_bytes()).hexdigest() in digests:
+        if not digests or file_sha256(path) in digests:
             return path
     return None
 
 
-def open_text(model: Path, opened: Opened, tokenizer: str = "") -> Text:
-    """The tokenizer that a model was trained with, or the one at that path. Raises Refused."""
+def open_text(model: Path, opened: Opened) -> Text:
+    """The tokenizer that a model was trained with. Raises Refused."""
     told = run_of(model)
     config = told.get("config") or {}
     data = told.get("data") or opened.data
     folder = dataset_of(config, data)
-    chosen = tokenizer or find_tokenizer(config, data, folder)
+    chosen = find_tokenizer(config, data, folder)
     demand(chosen, f"no samples of {model}: the tokenizer that it was trained with, of the dataset "
-           f"{data.get('name') or '(unknown)'}, is not here; --tokenizer=PATH names a SentencePiece model")
+           f"{data.get('name') or '(unknown)'}, is not here; TOKENIZER_PATH=PATH before ./run.sh names it")
     import sentencepiece
     try:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(chosen))
@@ -205,16 +200,6 @@ def draw(scores: Tensor, settings: Settings, generator: torch.Generator) -> int:
     return int(which[torch.multinomial(odds, 1, generator=generator)])
 
 
-@torch.no_grad()
-def next_scores(opened: Opened, rows: list[list[int]]) -> Tensor:
-    """Log-probabilities (n, V) of the token after each row. The rows are padded on the right, where causal
-    attention never looks."""
-    longest = max(map(len, rows))
-    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-    ends = torch.tensor([len(row) - 1 for row in rows])
-    return opened.log_probs(tokens.to(opened.device))[torch.arange(len(rows)), ends].cpu()
-
-
 class Sample(NamedTuple):
     """How a model continued a prompt."""
     prompt: list[int]
@@ -222,22 +207,18 @@ class Sample(NamedTuple):
     ended: bool         # did the model end its document?
 
 
-def generate(opened: Opened, prompts: list[list[int]], settings: Settings, ends: set[int]) -> list[Sample]:
-    """Continues each prompt until the model draws one of `ends`."""
-    rows = [[*prompt] for prompt in prompts]
-    generators = [torch.Generator().manual_seed(settings.seed + i) for i in range(len(rows))]
-    going = [*range(len(rows))]
+@torch.no_grad()
+def generate(opened: Opened, prompt: list[int], settings: Settings, ends: set[int]) -> Sample:
+    """Continues a prompt until the model draws one of `ends`."""
+    row = [*prompt]
+    generator = torch.Generator().manual_seed(settings.seed)
     for _ in range(settings.tokens):
-        if not going:
-            break
-        scores = next_scores(opened, [rows[i] for i in going])
-        for i, its_scores in zip([*going], scores):
-            token = draw(its_scores, settings, generators[i])
-            if token in ends:
-                going.remove(i)
-            else:
-                rows[i].append(token)
-    return [Sample(prompt, rows[i][len(prompt):], i not in going) for i, prompt in enumerate(prompts)]
+        scores = opened.log_probs(torch.tensor([row], device=opened.device))
+        token = draw(scores[0, -1].cpu(), settings, generator)
+        if token in ends:
+            return Sample(prompt, row[len(prompt):], True)
+        row.append(token)
+    return Sample(prompt, row[len(prompt):], False)
 
 
 def sample_line(number: int, sample: Sample, text: Text) -> str:
@@ -249,20 +230,20 @@ def sample_line(number: int, sample: Sample, text: Text) -> str:
     return f"sample {number}: {prompt}»{said}"
 
 
-def sample_lines(model: Path, prompts: Sequence[str] = (), settings: Settings = Settings(),
-                 tokenizer: str = "", device: str = "auto") -> list[str]:
+def sample_lines(model: Path, prompts: Sequence[str] = (), settings: Settings = Settings()) -> list[str]:
     """[sample 1: prompt»continuation, …]; without prompts, val documents are continued. Raises Refused."""
+    device = os.environ.get("DEVICE", "auto")
     if device == "auto":
         # a run that still trains keeps its GPU to itself
         device = "cuda" if torch.cuda.is_available() and model.name != "checkpoint.pt" else "cpu"
     opened = open_model(model, device)
-    text = open_text(model, opened, tokenizer)
-    if prompts:
-        ids = [[text.bos, *text.tokenizer.encode(prompt)] for prompt in prompts]
-    else:
-        ids = val_prompts(text)
-    samples = generate(opened, ids, settings, text.ends)
-    return [sample_line(i, sample, text) for i, sample in enumerate(samples, 1)]
+    text = open_text(model, opened)
+    ids = [[text.bos, *text.tokenizer.encode(prompt)] for prompt in prompts] or val_prompts(text)
+    lines = []
+    for i, prompt in enumerate(ids):
+        found = generate(opened, prompt, settings._replace(seed=settings.seed + i), text.ends)
+        lines.append(sample_line(i + 1, found, text))
+    return lines
 
 
 # ------------------------------------------------------------ the command
@@ -281,9 +262,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                         help="draw from the k likeliest tokens; 0: from all [%(default)s]")
     parser.add_argument("--seed", type=int, default=standard.seed,
                         help="of the first sample, 1 more for each further one [%(default)s]")
-    parser.add_argument("--tokenizer", default="", help="SentencePiece model, if the run's own is not found")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default=os.environ.get("DEVICE", "auto"),
-                        help="auto: a GPU if there is one, but the CPU for a run that still trains")
     asked = parser.parse_intermixed_args(argv)
     good = asked.tokens > 0 and asked.top_k >= 0 and 0 <= asked.seed < 2**31
     demand(good and 0 <= asked.temperature < math.inf,
@@ -300,7 +278,7 @@ def main(argv: Sequence[str]) -> int:
         model = find_model(asked.run)
         settings = Settings(asked.tokens, asked.temperature, asked.top_k, asked.seed)
         lines = [f"{model} {settings.flags()}"]
-        lines += sample_lines(model, prompts, settings, asked.tokenizer, asked.device)
+        lines += sample_lines(model, prompts, settings)
     except Refused as error:
         print(f"sample: {error}", file=sys.stderr)
         return 2

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from data import inputs
-from records.judge.runs import Refused, batch_means, demand, read_events, run_of_events
+from records.judge.runs import Refused, demand, read_events, run_of_events
 from records.judge.scores import partial_line
-from records.show.curves import SPLITS
+from records.show import curves
 from records.verify.folders import HOME, track_of
 from tools.run import plan
-from tools.run.sample import SAMPLES, Settings, brief, find_model, keep, sample_lines
+from tools.run.sample import SAMPLES, Settings, find_model, keep, sample_lines
 from tools.run.watch import Screen
+from train_gpt import brief
 
 SAMPLE_LINES = 5        # of each sample on a terminal; samples.txt has them all
 MOST_CHANGES = 90      # characters of the line in loss.png that names what a run changed
@@ -42,46 +43,24 @@ def changes_of(result: dict[str, Any]) -> str:
     return textwrap.shorten(", ".join(changed), MOST_CHANGES, placeholder=" …")
 
 
-def draw_run(folder: Path, result: dict[str, Any], target: dict[str, Any]) -> None:
-    """Draws loss.png of a finished run: train_loss as means of many batches, val_loss, the loss on the part
-    of val that is scored during training, the LR factor. target: what records/targets.json has for the track;
-    in grey are the record's curve and final scores to compare with, as nats per token of this text."""
-    from matplotlib.figure import Figure
+def draw_run(folder: Path, result: dict[str, Any]) -> None:
+    """Draws loss.png of a finished run: its loss and in grey the record's, as `record plot` does, and the LR
+    factor."""
     events = read_events(folder)
     run = run_of_events(folder / "train.log", events)
-    figure = Figure(figsize=(8, 5.2), layout="constrained")
-    axes = figure.subplots()
-    if target.get("curve"):
-        axes.plot(*zip(*target["curve"]), color="0.65", linewidth=4,
-                  label=f"the record: {SPLITS[target['curve_of']]}, median of runs")
-    train = [point for point in run.curves["train"] if point.step > 10]     # before, each is one batch
-    axes.plot(*zip(*batch_means(train or run.curves["train"])), color="tab:blue", linewidth=1.2, alpha=0.8,
-              label="train, mean of many batches")
-    if run.curves["part"]:
-        part = [(point.seconds, point.loss) for point in run.curves["part"]]
-        axes.plot(*zip(*part), ".-", color="tab:red", linewidth=2, label="a part of val, during training")
-    for i, other in enumerate(target.get("compare", [])):
-        if other["metric"] == "val_bpb" and result.get("val_bpb"):
-            nats = other["value"] / result["val_bpb"] * result["val_loss"]
-            axes.axhline(nats, color="0.3", linestyle=["--", "-.", ":"][i % 3], linewidth=1,
-                         label=f"{other['name']}: final val_bpb {other['value']:.4f}")
-    val = [(point.seconds, point.loss) for point in run.curves["val"]]
-    axes.plot(*zip(*val), "o-", color="tab:red", markersize=5, label=f"val, trained weights {val[-1][1]:.4f}")
-    axes.set(xlabel="train_time (s)", ylabel="nats per token", yscale="log", xlim=(0, None))
-    axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
-    axes.grid(alpha=0.3, which="both")
+    record = curves.record_to_beat([run])
+    title = f"{result['preset']}, seed {result['seed']}: {scores_text(result)}\n{changes_of(result)}"
+    figure = curves.picture(record | {"this run": [run]}, title, "seconds", record)
     # a resumed run repeats some steps
     factors = {event["step"]: (event["seconds"], event["lr_factor"]) for event in events
                if event["kind"] == "train"}
+    axes = figure.axes[0]
     right = axes.twinx()
-    right.plot(*zip(*sorted(factors.values())), color="tab:green", linewidth=1.2,
-               label="LR factor (right axis)")
-    right.set(ylabel="LR factor", ylim=(0, None))
+    right.plot(*zip(*sorted(factors.values())), color="tab:green", linewidth=1)
+    right.set(ylim=(0, None))
+    right.set_ylabel("LR factor", color="tab:green")
     axes.set_zorder(right.get_zorder() + 1)     # the losses before the LR
     axes.patch.set_visible(False)
-    axes.set_title(changes_of(result), fontsize=8.5)
-    figure.suptitle(f"{result['preset']}, seed {result['seed']}: {scores_text(result)}", fontsize=11)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8.5, frameon=False)     # it hides no curve
     figure.savefig(folder / "loss.png", dpi=110)
 
 
@@ -164,7 +143,7 @@ def show_run(folder: Path, terminal: bool) -> Iterator[str]:
             why = str(error) if isinstance(error, Refused) else brief(error)
             yield f"samples: none ({why})"
         try:
-            draw_run(folder, result, target_of(result))
+            draw_run(folder, result)
         except Exception as error:
             yield f"loss.png: not drawn ({brief(error)})"
     yield from end_lines(folder, result)

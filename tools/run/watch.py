@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from data import inputs
-from tools.run import cards, guard
+from tools.run import cards
 from tools.run.guard import Guarded
 from tools.run.pulse import Pulse
 
@@ -48,7 +48,6 @@ class Progress:
         self.report: dict[str, Any] = {}    # the last one of a step
         self.reported = 0.0                 # when it came
         self.stopped = False                # training, by a cap
-        self.told: set[str] = set()         # lines about data, which preflight and the trainer have alike
         self.gpus: list[str] = []           # the card of each rank
         self.flops: list[tuple[int, float]] = []    # (first step of a stage, its FLOPs per token)
 
@@ -57,11 +56,7 @@ class Progress:
         for start, stage in STAGES.items():
             if line.startswith(start):
                 self.enter(stage or line)
-        if QUIET.match(line) or line in self.told:
-            return None
-        if line.startswith("data:"):
-            self.told.add(line)
-        return line
+        return None if QUIET.match(line) else line
 
     def take(self, event: dict[str, Any]) -> None:
         """Takes in what an event tells."""
@@ -159,7 +154,7 @@ def follow(child: Guarded, screen: Screen, progress: Progress, logger: "Logger",
            pulse: Pulse) -> bool:
     """Shows a trainer's lines until it and all that it started have ended. Stops one that hangs. Returns
     whether it hung."""
-    patience = math.inf     # until a run that hangs is killed
+    hung = False
     for stream, line in lines_of(child):
         for event in pulse.read_events():       # before the line, which may end what they began
             progress.take(event)
@@ -172,15 +167,12 @@ def follow(child: Guarded, screen: Screen, progress: Progress, logger: "Logger",
             screen.show(line, sys.stderr)
         else:
             signals.tell(screen)
-            hangs = patience == math.inf and pulse.overdue()
-            if hangs:
-                screen.show(hangs, sys.stderr)
-                child.send(signal.SIGTERM)
-                patience = time.monotonic() + guard.PATIENCE
-            if time.monotonic() > patience:
-                child.send(signal.SIGKILL, everyone=True)
+            if pulse.overdue() and not hung:
+                screen.show(pulse.overdue(), sys.stderr)
+                child.leave()
+                hung = True
         screen.tick(*progress.live())
-    return patience < math.inf
+    return hung
 
 
 def show_line(line: str, screen: Screen, progress: Progress) -> None:
