@@ -391,12 +391,11 @@ def test_one_assignment_a_line(path):
 
 def test_programs_say_where_modules_are():
     """The three that are also started by their path do, in one place each; `python -m` does for the others.
-    What proxy, sample and the leak probe do for another train_gpt.py, for files that old ones import
+    What proxy and the leak probe do for another train_gpt.py, for files that old ones import
     beside them, and what the launcher's child does as Python would, apart."""
     texts = {name_of(path): path.read_text(encoding="utf-8") for path in TOOLS}
     found = {name: paths_beside_a_program(text) for name, text in texts.items()}
-    known = {"tools/run/proxy.py": 1, "tools/run/sample.py": 2,
-             "tools/run/guard.py": 2, "records/verify/leak_probe.py": 1}
+    known = {"tools/run/proxy.py": 1, "tools/run/guard.py": 2, "records/verify/leak_probe.py": 1}
     assert {name: len(found.pop(name)) for name in known} == known
     assert not any(found.values()), found
     assert {name for name, text in texts.items() if head_of(text)} == {

@@ -1,7 +1,6 @@
-"""`record board`: the leaderboards and the rules in records/README.md, and targets.json, which a run's last
-lines compare it with; the rule that these are what rules and records make."""
+"""`record board`: the leaderboards and the rules in records/README.md; the rule that these are what rules and
+records make; what the last lines of a run compare it with."""
 import argparse
-import json
 import os
 import re
 from collections.abc import Callable
@@ -11,9 +10,10 @@ from typing import Any
 from data import inputs
 from records.judge.runs import demand, show
 from records.judge.significance import describe, show_p
+from records.show.labels import without_date
 from records.verify import folders
 from records.verify.checks import LOOK_ONLY, Rule, first_difference, require
-from records.verify.folders import NEWEST, RULES, Folder, best_before, rank_key, records_of, table
+from records.verify.folders import NEWEST, RULES, Folder, rank_key, records_of, table
 from records.verify.rules import check
 
 # A plain GPT within the limits of a track, as docs/log.md has it ("peers, tuned")
@@ -88,22 +88,22 @@ def rules_table(version: int) -> str:
     return table(head.split(", "), rows)
 
 
-def target_of(name: str, records: dict[str, Folder]) -> dict[str, Any]:
-    """What a run of a track is compared with at its end (tools/run/show.py). Where the track is to reach a
-    value in the least time, `seconds` is what the record took."""
+def goals_of(name: str, record: Folder | None) -> list[dict[str, Any]]:
+    """What a run of a track is compared with at its end (tools/run/show.py): the record, or what there was to
+    start from, and a plain GPT. Where a value is to be reached in the least time, `seconds` is what the
+    record took."""
     track = RULES[NEWEST].tracks[name]
     mean = track.start
     about = f"{track.start_name}, {track.hardware}"
-    best = best_before(records, "")
-    if best != "none":
-        s = describe(records[best].values("time" if track.rank == "time" else track.metric))
+    if record:
+        s = describe(record.values("time" if track.rank == "time" else track.metric))
         mean = round(s.mean, 4)
-        about = f"{best.partition('_')[2]}, {s.n} seeds"
+        about = f"{without_date(record.path.name)}, {s.n} seeds"
     other = {"name": "the record", "metric": track.metric, "better": track.better, "value": mean,
              "about": about}
     if track.rank == "time":
         other |= {"value": track.target, "seconds": mean}
-    return {"compare": [other] * (mean is not None) + PLAIN.get(name, [])}
+    return [other] * (mean is not None) + PLAIN.get(name, [])
 
 
 def page_of(version: int) -> Path:
@@ -125,17 +125,13 @@ def with_part(text: str, name: str, content: str) -> str:
 
 
 def board(say: Callable) -> None:
-    """Rewrites what stands between the markers of records/README.md, and targets.json."""
+    """Rewrites what stands between the markers of records/README.md."""
     path = folders.HOME / "README.md"
     text = with_part(inputs.read_text(path), f"rules version {NEWEST}", rules_table(NEWEST))
-    targets = {}
     for name in RULES[NEWEST].tracks:
-        records = records_of(name)
-        text = with_part(text, f"board {name}", board_table(name, records))
-        targets[name] = target_of(name, records)
+        text = with_part(text, f"board {name}", board_table(name, records_of(name)))
     path.write_text(text, encoding="utf-8")
-    (folders.HOME / "targets.json").write_text(json.dumps(targets) + "\n", encoding="utf-8")
-    say(f"wrote {os.path.relpath(path)} and targets.json")
+    say(f"wrote {os.path.relpath(path)}")
 
 
 def check_boards(folder: Folder, options: argparse.Namespace) -> str | None:

@@ -33,6 +33,7 @@ def chart_of(section: Section) -> Any:
     val_loss."""
     from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d
     from bokeh.plotting import figure
+    from scipy.ndimage import uniform_filter1d
     colors = colors_of(section)
     names = names_of(section)
     split = split_to_draw(section.runs, "seconds")
@@ -48,7 +49,7 @@ def chart_of(section: Section) -> Any:
         style = dict(color=colors[item.key], legend_label=names[item.key])
         if drawn := with_curve(item.runs, split, "seconds"):
             grid, rows = band_of(drawn, split, "seconds")
-            median = np.median(rows, 0)
+            median = uniform_filter1d(np.median(rows, 0), 31, mode="nearest")     # single batches are noisy
             losses += median[len(grid) // 30:].tolist()     # but for the first steps
             source = ColumnDataSource(dict(seconds=grid, loss=median, run=[item.name] * len(grid)))
             plot.line("seconds", "loss", source=source, line_width=1.6 if item.record else 2.2, **style)

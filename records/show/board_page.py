@@ -22,10 +22,6 @@ FILES = {"result.json": "result", "train_gpt.py": "script", "loss.png": "picture
 WORDS = ("preset", "hardware", "torch", "script")       # columns where runs differ in them
 
 
-def dot(color: str) -> str:
-    return f'<span class=dot style="background:{color}"></span>'
-
-
 def cell(head: str, value: Any, text: str | None = None) -> str:
     """A cell of a sortable table. head: its column's, which a phone shows beside it; text: already HTML."""
     number = isinstance(value, int | float)
@@ -54,18 +50,15 @@ def facts_of(run: Run) -> dict[str, Any]:
         "torch": run.facts.get("torch"), "script": result.get("code_sha256", "")[:6] or None}
 
 
-def columns_of(section: Section) -> tuple[list[str], str]:
-    """(columns in which the runs of a section have a number, or differ; a sentence of what is the same)"""
+def columns_of(section: Section) -> list[str]:
+    """The columns in which the runs of a section have a number, or differ in a word."""
     columns = []
-    same = []
     facts = [facts_of(run) for run in section.runs]
     for head in dict.fromkeys([head for fact in facts for head in fact]):
         values = {fact.get(head) for fact in facts} - {None}
         if len(values) > 1 or values and head not in WORDS:
             columns.append(head)
-        elif values:
-            same.append(f"{head} {values.pop()}")
-    return columns, "; ".join(same)
+    return columns
 
 
 def fact_cell(head: str, runs: list[Run]) -> str:
@@ -99,7 +92,8 @@ def item_body(item: Item, color: str, columns: list[str], home: Path) -> str:
     parts = item.runs if len(item.runs) > 1 else []
     if parts:
         note += f" <button class=open aria-expanded=false>{len(parts)} runs</button>"
-    name = f"{dot(color)}<b>{html.escape(item.name + state)}</b><small>{note}</small>"
+    dot = f'<span class=dot style="background:{color}"></span>'
+    name = f"{dot}<b>{html.escape(item.name + state)}</b><small>{note}</small>"
     lines = [f"<tr>{table_row(name, item, columns, home)}</tr>"]
     for run in parts:
         own = f"<small>{html.escape(run.file)}</small>"
@@ -108,14 +102,13 @@ def item_body(item: Item, color: str, columns: list[str], home: Path) -> str:
 
 
 def table_of(section: Section, home: Path) -> str:
-    """The table of a section, and what is the same in all of its rows."""
-    columns, same = columns_of(section)
+    """The table of a section."""
+    columns = columns_of(section)
     colors = colors_of(section)
     top = "".join([f"<th><button>{html.escape(name)}</button></th>"
                    for name in ["run", *columns, "seed", "files"]])
     bodies = "\n".join([item_body(item, colors[item.key], columns, home) for item in section.items])
-    told = f"<p class=same>The same in all rows: {html.escape(same)}.</p>" if same else ""
-    return f"<table class=runs><thead><tr>{top}</tr></thead>\n{bodies}\n</table>\n{told}"
+    return f"<table class=runs><thead><tr>{top}</tr></thead>\n{bodies}\n</table>"
 
 
 # ------------------------------------------------------------ the other parts

@@ -122,8 +122,7 @@ def title_of(item: Item) -> str:
     run = item.runs[0]
     text = run.result.get("data", {}).get("name") or run.facts.get("data")
     part = part_of_val(run)
-    told = f"{part} of {text}" if part and text else part
-    return f"{item.track}: {told}" if told else item.track
+    return f"{item.track}: {part} of {text}" if part and text else item.track
 
 
 def in_order(items: list[Item]) -> list[Item]:

@@ -12,6 +12,7 @@ from records.judge.runs import Run, demand, load_runs, make_folder, mean_curve, 
 from records.judge.scores import differences
 from records.show.labels import telling_names, without_date
 from records.verify import folders
+from records.verify.folders import Folder, track_of
 
 SPLITS = {"train": "train", "val": "val", "part": "a part of val"}
 AXES = {"seconds": "train_time (s)", "tokens": "tokens", "step": "steps"}
@@ -72,16 +73,13 @@ def draw_runs(axes: Any, runs: list[Run], split: str, axis: str, number: int, co
     if drawn := with_curve(runs, split, axis):
         grid, rows = band_of(drawn, split, axis, start)
         axes.fill_between(grid, rows.min(0), rows.max(0), color=color, alpha=0.2, linewidth=0)
-        axes.plot(grid, np.median(rows, 0), color=color, linewidth=1.4, label=f"{name}{counted(drawn)}")
+        count = f"{len(drawn)} runs" if len(drawn) > 1 else "one run"
+        axes.plot(grid, np.median(rows, 0), color=color, linewidth=1.4, label=f"{name}{count}")
         losses += [rows.min(), rows.max()]
     if ends := ends_of(runs, axis):
         axes.plot(*zip(*ends), MARKERS[number % 5], color=color, markersize=4, label=end)
         losses += [loss for _, loss in ends]
     return losses
-
-
-def counted(runs: list[Run]) -> str:
-    return f"{len(runs)} runs" if len(runs) > 1 else "one run"
 
 
 def draw_record(curves: dict[str, list[Run]], path: Path | str, title: str) -> None:
@@ -127,17 +125,19 @@ def draw(curves: dict[str, list[Run]], path: Path | str, title: str, by: str = "
     picture(curves, title, by, grey).savefig(path, dpi=110)
 
 
+def newest_record(preset: str) -> Folder | None:
+    """The newest record of a preset's track; each is better than those before it."""
+    found = sorted(folders.HOME.glob(f"track_{track_of(preset)}/[!.]*/submission.json"))
+    return Folder(found[-1].parent) if found else None
+
+
 def record_to_beat(runs: list[Run]) -> dict[str, list[Run]]:
     """{name: runs} of the newest record of the track that the runs play, if their losses compare; or {}."""
     presets = {run.config.get("preset", "") for run in runs}
-    found = []
-    if len(presets) == 1:
-        found = sorted(folders.HOME.glob(f"track_{folders.track_of(*presets)}/[!.]*/submission.json"))
-    if not found:
+    record = newest_record(*presets) if len(presets) == 1 else None
+    if not record or differences([*runs, *record.runs], "val_loss"):
         return {}
-    record = folders.Folder(found[-1].parent)
-    name = f"record {without_date(record.path.name)}"
-    return {} if differences([*runs, *record.runs], "val_loss") else {name: record.runs}
+    return {f"record {without_date(record.path.name)}": record.runs}
 
 
 def plot(args: argparse.Namespace, say: Callable) -> None:
@@ -153,8 +153,6 @@ def plot(args: argparse.Namespace, say: Callable) -> None:
     if apart:
         say(f"warning: these losses are not of the same tokens, scored alike: {apart}")
     record = record_to_beat(runs)
-    if any(name == f"record {without_date(label)}" for name in record for label in found):
-        record = {}     # it is drawn already
     names = telling_names(found)
     curves = {names[label]: of_path for label, of_path in found.items()}
     title = textwrap.shorten(", ".join(curves), 90, placeholder=" …")

@@ -29,11 +29,6 @@ def load(folder: Path | str) -> Model:
 '''
 
 
-def model_constants(recipe: Any) -> list[str]:
-    """The constants that a recipe's model depends on."""
-    return [field.name for field in fields(recipe) if field.metadata["model"]]
-
-
 def model_script(preset: str, text: str) -> str:
     """The text of model.py. text: of train_gpt.py."""
     whole = script(preset, text)
@@ -57,12 +52,12 @@ def export(args: argparse.Namespace, say: Callable) -> str:
     # A tied head is the embedding, which named_parameters() lists once
     weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
     save_file(weights | model.state(), folder / "model.safetensors", {"format": "pt"})
-    shape = {name: getattr(cfg, name) for name in model_constants(cfg)}
+    # the constants that a model depends on
+    shape = {field.name: getattr(cfg, field.name) for field in fields(cfg) if field.metadata["model"]}
     (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
-    trainer = inputs.read_text(Path(train_gpt.__file__))
-    (folder / "model.py").write_text(model_script(cfg.preset, trainer), encoding="utf-8")
+    model_text = model_script(cfg.preset, inputs.read_text(Path(train_gpt.__file__)))
+    (folder / "model.py").write_text(model_text, encoding="utf-8")
     count = sum(p.numel() for p in model.parameters())
-    counted = " with the training text that n-grams are counted from" if model.state() else ""
-    say(f"wrote {folder}/model.safetensors ({count:,} weights{counted}), config.json and model.py, which "
-        "reads them with torch, numpy and safetensors")
+    say(f"wrote {folder}/model.safetensors ({count:,} weights), config.json and model.py, which reads them "
+        "with torch, numpy and safetensors")
     return str(folder)

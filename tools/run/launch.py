@@ -133,8 +133,6 @@ def launch(argv: Sequence[str], launcher: Launcher) -> int:
         code, answer = launcher.prepare(argv)
         if code or not answer:
             return code
-        launcher.progress.gpus = answer["gpus"]
-        launcher.progress.flops = answer["flops"]
         code = launcher.train(trainer, answer["words"], answer["ranks"])
     finally:
         launcher.screen.hide()

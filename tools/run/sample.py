@@ -128,8 +128,7 @@ def dataset_of(config: dict[str, Any], data: dict[str, Any]) -> Path | None:
     places = [config.get("data_path"), os.environ.get("DATA_PATH")]
     if data.get("name"):
         places.append(f"data/datasets/{data['name']}")
-    found = [Path(place) for place in places if place and Path(place).is_dir()]
-    return found[0] if found else None
+    return next((Path(place) for place in places if place and Path(place).is_dir()), None)
 
 
 def find_tokenizer(config: dict[str, Any], data: dict[str, Any], folder: Path | None) -> Path | None:
@@ -181,10 +180,8 @@ def val_prompts(text: Text, count: int = 3) -> list[list[int]]:
     demand(shards, 'there are no val documents here to begin with: give a "prompt"')
     val = np.memmap(shards[0], "<u2", "r", 1024)
     edges = np.append(np.flatnonzero(val == text.bos), len(val))    # where documents begin, and the last ends
-    documents = len(edges) - 1
     prompts = []
-    for i in range(min(count, documents)):
-        place = i * documents // min(count, documents)
+    for place in np.unique(np.linspace(0, len(edges) - 1, count, endpoint=False).astype(int)):
         first, end = edges[place:place + 2]
         prompts.append(val[first:first + min(PROMPT_TOKENS, max(1, (end - first) // 2))].tolist())
     return prompts

@@ -14,8 +14,8 @@ from typing import Any
 from data import inputs
 from records.judge.runs import Refused, demand, read_events, run_of_events
 from records.judge.scores import partial_line
-from records.show import curves
-from records.verify.folders import HOME, track_of
+from records.show import board, curves
+from records.verify.folders import NEWEST, RULES, track_of
 from tools.run import plan
 from tools.run.sample import SAMPLES, Settings, find_model, keep, sample_lines
 from tools.run.watch import Screen
@@ -25,14 +25,14 @@ SAMPLE_LINES = 5        # of each sample on a terminal; samples.txt has them all
 MOST_CHANGES = 90      # characters of the line in loss.png that names what a run changed
 
 
-def target_of(result: dict[str, Any]) -> dict[str, Any]:
-    """What records/targets.json has for the run's track; {} where the run changes what the track fixes, or
-    its recipe has no track."""
+def goals_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a run is compared with; [] where it changes what its track fixes, or its recipe has no track."""
     fixed = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "iterations",
                   "max_wallclock_seconds"}
-    if fixed & {*result["overrides"]}:
-        return {}
-    return json.loads(inputs.read_text(HOME / "targets.json")).get(track_of(result["preset"]), {})
+    track = track_of(result["preset"])
+    if fixed & {*result["overrides"]} or track not in RULES[NEWEST].tracks:
+        return []
+    return board.goals_of(track, curves.newest_record(track))
 
 
 # ------------------------------------------------------------ loss.png
@@ -65,10 +65,6 @@ def draw_run(folder: Path, result: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------ the screen
-def size_text(size: int) -> str:
-    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size:,} bytes"
-
-
 def scores_text(result: dict[str, Any]) -> str:
     """The scores that count."""
     names = [name for name in ("core", "val_bpb", "val_loss", "val_loss_partial")
@@ -77,8 +73,8 @@ def scores_text(result: dict[str, Any]) -> str:
 
 
 def distance(result: dict[str, Any], other: dict[str, Any]) -> str:
-    """How far a result is from one of targets.json, in a line. Where that has `seconds`, the goal is its
-    value in fewer of them."""
+    """How far a result is from one of goals_of(), in a line. Where that has `seconds`, the goal is its value
+    in fewer of them."""
     goal = f"{other['metric']} {other['value']:.10g}"
     seconds = other.get("seconds")
     what = f"{other['name']}: {f'{seconds} s to ' if seconds else ''}{goal} ({other['about']})"
@@ -98,21 +94,20 @@ def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
     """The screen after a run: score, what it compares with, the files, what to try next."""
     yield ""
     if not result["steps"]:
-        yield f"{scores_text(result)} of {result['config']['eval_from']}"
-        yield f"in {folder}/: train.log, result.json"
+        yield f"{scores_text(result)} of {result['config']['eval_from']}, in {folder}/"
         return
     yield (f"{scores_text(result)} after {result['steps']:,} steps, {result['tokens']:,} tokens, "
            f"{result['train_time_ms'] / 1e3:.1f} s ({result['tok_per_s']:,} tok/s)")
     if used := plan.mfu(result):
         yield f"  {used}"
-    for other in target_of(result).get("compare", ()):
-        yield f"  {distance(result, other)}"
+    for goal in goals_of(result):
+        yield f"  {distance(result, goal)}"
     if result.get("val_loss_partial") is not None:
         yield partial_line([run_of_events(folder / "train.log", read_events(folder))])
     names = [name for name in ("train.log", "result.json", SAMPLES, "loss.png", "train_gpt.py")
              if (folder / name).exists()]
     model = next((path.name for path in sorted(folder.glob("final_model.*.ptz"))), "final_model.pt")
-    yield f"in {folder}/: {', '.join(names)}, {model} ({size_text((folder / model).stat().st_size)})"
+    yield f"in {folder}/: {', '.join(names)}, {model} ({(folder / model).stat().st_size / 1e6:.1f} MB)"
     if SAMPLES in names:
         yield f'more samples: ./run.sh sample {folder.name} "a prompt" "another one"'
     if os.environ.get("PROXY"):
@@ -154,8 +149,7 @@ def main(argv: Sequence[str]) -> int:
     screen = Screen(sys.stdout.isatty())
     screen.tick(None, "sampling the model")
     try:
-        demand(len(argv) == 1, "show takes the folder of a run that has ended, logs/RUN")
-        for line in show_run(Path(argv[0]), screen.terminal):
+        for line in show_run(Path(*argv), screen.terminal):
             screen.show(line, sys.stdout)
     except Refused as error:
         print(f"show: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """What a run looks like: a live line, signals that are passed on, LOGGER. launch.py shows runs by it.
 
 On a terminal one live line stands for the log lines, which train.log keeps: the stage, and in training loss,
-bits per byte, tok/s, on a GPU MFU, and the time left. Elsewhere every line passes as it is.
+bits per byte, tok/s and the time left. Elsewhere every line passes as it is.
 LOGGER=tensorboard | wandb | trackio hands scalars, constants and samples on.
 """
 import math
@@ -21,7 +21,6 @@ from types import FrameType
 from typing import Any, TextIO
 
 from data import inputs
-from tools.run import cards
 from tools.run.guard import Guarded
 from tools.run.pulse import Pulse
 
@@ -48,8 +47,6 @@ class Progress:
         self.report: dict[str, Any] = {}    # the last one of a step
         self.reported = 0.0                 # when it came
         self.stopped = False                # training, by a cap
-        self.gpus: list[str] = []           # the card of each rank
-        self.flops: list[tuple[int, float]] = []    # (first step of a stage, its FLOPs per token)
 
     def read(self, line: str) -> str | None:
         """Takes a line in. Returns what a terminal shows of it; None: nothing."""
@@ -77,13 +74,6 @@ class Progress:
             self.stage = stage
             self.began = time.monotonic()
 
-    def mfu(self, step: int, rate: float) -> str:
-        """Model FLOPs utilization at so many tok/s; empty without a GPU."""
-        if not self.gpus:
-            return ""
-        flops = [each for first, each in self.flops if first <= step][-1]
-        return cards.mfu_text(flops * rate, self.gpus).partition(" of ")[0]
-
     def live(self) -> tuple[float | None, str]:
         """(part done or None, text) of the live line now."""
         now = time.monotonic()
@@ -97,15 +87,14 @@ class Progress:
         if self.data.get("val_bytes"):
             bits = report["mean_loss"] / math.log(2)
             words.append(f"{bits * self.data['val_tokens'] / self.data['val_bytes']:.3f} bpb")
-        words += [f"{rate:,.0f} tok/s", self.mfu(report["step"], rate), f"{left:.0f} s left"]
-        return seconds / max(seconds + left, 1e-9), ", ".join(filter(None, words))
+        words += [f"{rate:,.0f} tok/s", f"{left:.0f} s left"]
+        return seconds / max(seconds + left, 1e-9), ", ".join(words)
 
 
 class Screen:
     """Where lines go: on a terminal above a live line, else straight out."""
     def __init__(self, terminal: bool) -> None:
         self.terminal = terminal
-        self.ticked = 0.0
 
     def show(self, line: str, stream: TextIO) -> None:
         self.hide()
@@ -113,8 +102,7 @@ class Screen:
 
     def tick(self, part: float | None, text: str) -> None:
         """The live line: with a bar where the part that is done is known."""
-        if self.terminal and time.monotonic() > self.ticked + 0.2:
-            self.ticked = time.monotonic()
+        if self.terminal:
             if part is not None:
                 text = f"{part:4.0%} |{'#' * round(10 * part):10}| {text}"
             print(f"\r{text[:shutil.get_terminal_size().columns - 1]}{CLEAR}", end="", flush=True)
