@@ -155,6 +155,6 @@ def plot(args: argparse.Namespace, say: Callable) -> None:
     record = record_to_beat(runs)
     names = telling_names(found)
     curves = {names[label]: of_path for label, of_path in found.items()}
-    title = textwrap.shorten(", ".join(curves), 90, placeholder=" …")
+    title = textwrap.shorten(", ".join(curves), 80, placeholder=" …")
     draw(record | curves, args.out, title, args.by, record)
     say(f"curves: {args.out}")

@@ -22,7 +22,7 @@ from tools.run.watch import Screen
 from train_gpt import brief
 
 SAMPLE_LINES = 5        # of each sample on a terminal; samples.txt has them all
-MOST_CHANGES = 90      # characters of the line in loss.png that names what a run changed
+MOST_CHANGES = 80      # characters of the line in loss.png that names what a run changed
 
 
 def goals_of(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -49,8 +49,8 @@ def draw_run(folder: Path, result: dict[str, Any]) -> None:
     events = read_events(folder)
     run = run_of_events(folder / "train.log", events)
     record = curves.record_to_beat([run])
-    title = f"{result['preset']}, seed {result['seed']}: {scores_text(result)}\n{changes_of(result)}"
-    figure = curves.picture(record | {"this run": [run]}, title, "seconds", record)
+    title = f"{result['preset']}, seed {result['seed']}: {scores_text(result)}\n{changes_of(result)}".rstrip()
+    figure = curves.picture(record | {f"seed {result['seed']}": [run]}, title, "seconds", record)
     # a resumed run repeats some steps
     factors = {event["step"]: (event["seconds"], event["lr_factor"]) for event in events
                if event["kind"] == "train"}
