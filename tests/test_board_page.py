@@ -90,9 +90,7 @@ def test_what_stands_in_it(page):
     assert main[1][1:8] == ["1.12500000", "2.2500", "9.0000", "90", "360,000", "10,010", "7"]
     assert main[4][1:8] == ["1.05000000 ± 0.0500", "2.1000 ± 0.1000", "9.0000 ± 0.0000", "90", "360,000",
                             "10,019", "n=3"]
-    assert text.count("<tr class=part hidden>") == 5
     assert "<p>Runs: 3. Records: 2." in text
-    assert "<h2>tiny: all 1,000 val tokens of embedded</h2>" in text
     body = re.sub(r"(<script[^>]*>).*?</script>", r"\1", text, flags=re.S)
     links = [unquote(link) for link in re.findall(r'<a href="([^"]*)"', body)]
     assert all((path.parent / link).is_file() for link in links) and len(links) == 3 * 2 + 7 * 2

@@ -58,28 +58,18 @@ def test_several_runs_are_a_median_in_a_band(tool, figures, by, end):
 
 
 def test_trials_that_differ_by_seed_are_one_curve(tool, tmp_path, figures):
-    for trial, seed in ((0, 1338), (0, 1339), (1, 1340)):
-        folder = tmp_path / f"trial_20260101_{trial}_seed{seed}"
-        folder.mkdir()
-        log = ROOT / f"records/track_tiny/2026-11-21_Baseline/train_seed{seed}.log"
-        (folder / "train.log").write_bytes(log.read_bytes())
-    assert tool("plot", *sorted(tmp_path.iterdir()), "--out", "x.png")[0] == 0
-    names = legend(figures.pop().axes[0])
-    assert names[1:] == ["trial_20260101_0, 2 runs", "trial_20260101_1, one run"]
-
-
-def test_made_up_names_are_told_apart_by_constants(tool, tmp_path, figures):
-    for trial, rate in ((0, "0.02"), (1, "0.03")):
-        folder = tmp_path / f"trial_20261127_232842_580682_{trial}_seed1338"
-        folder.mkdir()
-        text = (ROOT / f"records/track_tiny/2026-11-21_Baseline/train_seed{1338 + trial}.log").read_text()
-        (folder / "train.log").write_text(text.replace("config matrix_lr=0.03", f"config matrix_lr={rate}"))
-    for command in ("plot", "compare"):
-        assert tool(command, *sorted(tmp_path.glob("trial*")), "--out", tmp_path / "x.png")[0] == 0
-    of_plot, of_compare = [figure.axes[0] for figure in figures]
-    assert legend(of_compare) == ["A, matrix_lr=0.02, one run", "B, matrix_lr=0.03, one run"]
-    assert legend(of_plot)[1:] == ["matrix_lr=0.02, one run", "matrix_lr=0.03, one run"]
-    assert of_plot.get_title() == "matrix_lr=0.02, matrix_lr=0.03"
+    """And made-up names are told apart by the constants that differ."""
+    folders = []
+    for trial, seed, rate in ((0, 1338, "0.02"), (0, 1339, "0.02"), (1, 1340, "0.03")):
+        folders.append(tmp_path / f"trial_20261127_232842_580682_{trial}_seed{seed}")
+        folders[-1].mkdir()
+        text = (ROOT / f"records/track_tiny/2026-11-21_Baseline/train_seed{seed}.log").read_text()
+        text = text.replace("config matrix_lr=0.03", f"config matrix_lr={rate}")
+        (folders[-1] / "train.log").write_text(text)
+    assert tool("plot", *folders, "--out", "x.png")[0] == 0
+    assert legend(figures.pop().axes[0])[1:] == ["matrix_lr=0.02, 2 runs", "matrix_lr=0.03, one run"]
+    assert tool("compare", f"{folders[0]},{folders[1]}", folders[2], "--out", tmp_path / "x.png")[0] == 0
+    assert legend(figures.pop().axes[0]) == ["A, matrix_lr=0.02, 2 runs", "B, matrix_lr=0.03, one run"]
 
 
 def test_a_part_of_val_is_the_curve_where_validations_are_few(tool, tmp_path, figures, monkeypatch):

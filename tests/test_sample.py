@@ -253,17 +253,13 @@ def test_whole_characters_only(text):
     assert sample.sample_line(1, split, text) == "sample 1: é»😀"
 
 
-def test_tokens_beyond_the_tokenizer_are_skipped(text):
-    """They pad the vocabulary; an untrained model may draw them."""
-    words = text.tokenizer.encode("Tor")
-    padded = sample.Sample([1], [words[0], 5000, *words[1:], 299 + 1], True)
-    assert sample.sample_line(3, padded, text) == "sample 3: »Tor"
-
-
-def test_what_is_cut_short_ends_with_a_whole_line(text):
-    ids = text.tokenizer.encode("ka\nmi\nlo")
-    assert sample.sample_line(1, sample.Sample([1], ids, False), text) == "sample 1: »ka\nmi"
-    assert sample.sample_line(1, sample.Sample([1], ids, True), text) == "sample 1: »ka\nmi\nlo"
+@pytest.mark.parametrize("words, padding, ended, shown", [
+    ("Tor", [5000, 301], True, "Tor"),      # tokens that pad the vocabulary: an untrained model may draw them
+    ("ka\nmi\nlo", [], False, "ka\nmi"), ("ka\nmi\nlo", [], True, "ka\nmi\nlo")])
+def test_what_is_shown_of_a_sample(words, padding, ended, shown, text):
+    """What was cut short ends with a whole line."""
+    found = sample.Sample([1], [*padding, *text.tokenizer.encode(words), *padding], ended)
+    assert sample.sample_line(3, found, text) == f"sample 3: »{shown}"
 
 
 # ---------------------------------------------------------------- the programs

@@ -85,7 +85,7 @@ def follow(tmp_path, monkeypatch, capsys):
 def test_a_terminal_has_one_live_line(follow, monkeypatch, columns):
     """It is never longer than a row, and has all at 80 columns."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    out, _ = follow(True, NAP="0.6")
+    out, _ = follow(True, NAP="0.3")
     rows = [row.split("\r") for row in out.replace(watch.CLEAR, "").split("\n")]
     live = [text for row in rows for text in row[:-1]]
     assert max(map(len, live)) < min(columns, 85)
