@@ -54,13 +54,10 @@ def draw_run(folder: Path, result: dict[str, Any]) -> None:
     # a resumed run repeats some steps
     factors = {event["step"]: (event["seconds"], event["lr_factor"]) for event in events
                if event["kind"] == "train"}
-    axes = figure.axes[0]
-    right = axes.twinx()
+    right = figure.axes[0].twinx()
     right.plot(*zip(*sorted(factors.values())), color="tab:green", linewidth=1)
     right.set(ylim=(0, None))
     right.set_ylabel("LR factor", color="tab:green")
-    axes.set_zorder(right.get_zorder() + 1)     # the losses before the LR
-    axes.patch.set_visible(False)
     figure.savefig(folder / "loss.png", dpi=110)
 
 
