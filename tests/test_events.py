@@ -45,11 +45,11 @@ def crashed(go):
 
 @pytest.fixture(scope="module")
 def told(go, crashed, tmp_path_factory):
-    """{run: its folder}: one that crashed, which was resumed, one that ended at a cap and failed."""
+    """{run: its folder}: one that crashed, which was resumed, one that ended after an epoch and failed."""
     kept = shutil.copytree(crashed.folder, tmp_path_factory.mktemp("kept") / "cut")
     resumed = go({}, resume="crashed")
     failed = go(RUN, "full@write/final_model.int8.ptz:1", RUN_ID="failed", ITERATIONS="100000",
-                MAX_WALLCLOCK_SECONDS="0.5")
+                MAX_EPOCHS="1", TRAIN_BATCH_TOKENS="4096")
     assert (resumed.code, failed.code) == (0, 1), resumed.err
     return dict(cut=kept, resumed=resumed.folder, failed=failed.folder)
 
