@@ -221,6 +221,8 @@ def main(argv: list[str]) -> int:
         why = f"{error.filename or 'a file'}: {error.strerror or error}"
     except DAMAGE as error:
         why = f"what is there is damaged: {type(error).__name__} {str(error)[:150]}"
+    except ImportError as error:
+        why = f"{error}: ./run.sh setup"
     except KeyboardInterrupt:
         why = "interrupted"
     print(f"record: {why}", file=sys.stderr)

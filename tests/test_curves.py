@@ -8,6 +8,14 @@ from records.judge import runs
 from records.show import curves
 
 
+@pytest.fixture
+def figures(monkeypatch):
+    """What is drawn, in place of files."""
+    drawn = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    return drawn
+
+
 def legend(axes):
     """The entries of the legend below a picture's axes."""
     box, = axes.figure.legends
@@ -26,20 +34,17 @@ def demand_whole(axes):
 
 
 @pytest.mark.parametrize("by, end", [("seconds", 119.98), ("tokens", 2.2e6), ("step", 1060)])
-def test_several_runs_are_a_median_in_a_band(tool, monkeypatch, by, end):
-    """And the record of their track is grey, unless it is what is drawn; all inside the frame."""
-    figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+def test_several_runs_are_a_median_in_a_band(tool, figures, by, end):
+    """And the record of their track is grey; all inside the frame."""
     home = ROOT / "records/track_tiny"
     newest = max(home.iterdir()).name
     assert tool("plot", home / "2026-11-21_Baseline", "--by", by, "--out", "x.png")[0] == 0
     axes = figures.pop().axes[0]
     record_name = newest.partition("_")[2]
-    assert legend(axes) == [
-        f"record {record_name} (5 runs)", "Baseline (5 runs)", "line: train, median of the runs",
-        "band: lowest to highest run", "points: final val"]
+    assert legend(axes) == [f"record {record_name}, 5 runs", "Baseline, 5 runs"]
+    assert axes.get_ylabel().startswith("loss on train, nats per token")
     demand_whole(axes)
-    assert axes.get_title() == "tiny: Baseline"
+    assert axes.get_title() == "Baseline"
     record, _, median, finals = axes.get_lines()
     assert record.get_color() == "0.5" != median.get_color() and len(finals.get_xdata()) == 5
     band = axes.collections[1].get_paths()[0].get_extents()
@@ -50,60 +55,34 @@ def test_several_runs_are_a_median_in_a_band(tool, monkeypatch, by, end):
     # no curve before the first loss of a log
     first = max(getattr(run.curves["train"][0], by) for run in runs.load_runs([home / "2026-11-21_Baseline"]))
     assert median.get_xdata()[0] == pytest.approx(max(first, 0.02 * median.get_xdata()[-1]))
-    assert tool("plot", home / newest, "--by", by, "--out", "x.png")[0] == 0
-    assert not any(name.startswith("record") for name in legend(figures.pop().axes[0]))
 
 
-def test_trials_that_differ_by_seed_are_one_curve(tool, tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    for trial, seed in ((0, 1338), (0, 1339), (1, 1340)):
-        folder = tmp_path / f"trial_20260101_{trial}_seed{seed}"
-        folder.mkdir()
-        log = ROOT / f"records/track_tiny/2026-11-21_Baseline/train_seed{seed}.log"
-        (folder / "train.log").write_bytes(log.read_bytes())
-    assert tool("plot", *sorted(tmp_path.iterdir()), "--out", "x.png")[0] == 0
-    names = legend(figures.pop().axes[0])
-    assert [name for name in names if "2 runs" in name] == ["trial_20260101_0 (2 runs)"]
-    assert [name for name in names if "one run" in name] == ["trial_20260101_1 (one run)"]
+def test_trials_that_differ_by_seed_are_one_curve(tool, tmp_path, figures):
+    """And made-up names are told apart by the constants that differ."""
+    folders = []
+    for trial, seed, rate in ((0, 1338, "0.02"), (0, 1339, "0.02"), (1, 1340, "0.03")):
+        folders.append(tmp_path / f"trial_20261127_232842_580682_{trial}_seed{seed}")
+        folders[-1].mkdir()
+        text = (ROOT / f"records/track_tiny/2026-11-21_Baseline/train_seed{seed}.log").read_text()
+        text = text.replace("config matrix_lr=0.03", f"config matrix_lr={rate}")
+        (folders[-1] / "train.log").write_text(text)
+    assert tool("plot", *folders, "--out", "x.png")[0] == 0
+    assert legend(figures.pop().axes[0])[1:] == ["matrix_lr=0.02, 2 runs", "matrix_lr=0.03, one run"]
+    assert tool("compare", f"{folders[0]},{folders[1]}", folders[2], "--out", tmp_path / "x.png")[0] == 0
+    assert legend(figures.pop().axes[0]) == ["A, matrix_lr=0.02, 2 runs", "B, matrix_lr=0.03, one run"]
 
 
-def test_made_up_names_are_told_apart_by_constants(tool, tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    for trial, rate in ((0, "0.02"), (1, "0.03")):
-        folder = tmp_path / f"trial_20261127_232842_580682_{trial}_seed1338"
-        folder.mkdir()
-        text = (ROOT / f"records/track_tiny/2026-11-21_Baseline/train_seed{1338 + trial}.log").read_text()
-        (folder / "train.log").write_text(text.replace("config matrix_lr=0.03", f"config matrix_lr={rate}"))
-    for command in ("plot", "compare"):
-        assert tool(command, *sorted(tmp_path.glob("trial*")), "--out", tmp_path / "x.png")[0] == 0
-    of_plot, of_compare = [figure.axes[0] for figure in figures]
-    assert [name for name in legend(of_compare) if "one run" in name] == [
-        "A, matrix_lr=0.02 (one run)", "B, matrix_lr=0.03 (one run)"]
-    assert {"matrix_lr=0.02 (one run)", "matrix_lr=0.03 (one run)"} < {*legend(of_plot)}
-    assert of_plot.get_title() == "tiny: matrix_lr=0.02, matrix_lr=0.03"
-
-
-def test_a_part_of_val_is_the_curve_where_validations_are_few(tool, tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+def test_a_part_of_val_is_the_curve_where_validations_are_few(tool, tmp_path, figures, monkeypatch):
     text = (ROOT / "records/track_tiny/2026-11-21_Baseline/train_seed1338.log").read_text()
     parts = [f"val_part step:{step} val_loss:{5 - step / 100}\n" for step in (50, 100, 150, 200)]
     (tmp_path / "train.log").write_text(text + "".join(parts))
     assert tool("plot", tmp_path, "--out", "x.png")[0] == 0
     axes = figures.pop().axes[0]
-    assert "line: a part of val, median of the runs" in legend(axes)
-    assert legend(axes)[0].startswith("record ") and len(axes.get_lines()) == 4, "the record has such a curve"
+    assert axes.get_ylabel().startswith("loss on a part of val") and len(axes.get_lines()) == 4
     old = runs.load_runs([ROOT / "records/track_tiny/2026-11-21_Baseline"], print)
     monkeypatch.setattr(curves, "record_to_beat", lambda runs: {"record of old": old})
     assert tool("plot", tmp_path, "--out", "x.png")[0] == 0
-    assert not any("a part of val" in name for name in legend(figures.pop().axes[0])), "that record has none"
+    assert figures.pop().axes[0].get_ylabel().startswith("loss on train"), "that record has no such curve"
     monkeypatch.setattr(curves, "record_to_beat", lambda runs: {})
-    for by in ("seconds", "step"):
-        assert tool("plot", tmp_path, "--by", by, "--out", "x.png")[0] == 0
-        axes = figures.pop().axes[0]
-        assert "line: a part of val" in legend(axes)
-        assert axes.get_lines()[0].get_ydata()[-1] == pytest.approx(3.0)
-    assert tool("plot", tmp_path, "--by", "tokens", "--out", "x.png")[0] == 0
-    assert "line: train" in legend(figures.pop().axes[0])
+    assert tool("plot", tmp_path, "--by", "step", "--out", "x.png")[0] == 0
+    assert figures.pop().axes[0].get_lines()[0].get_ydata()[-1] == pytest.approx(3.0)

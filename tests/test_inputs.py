@@ -414,9 +414,8 @@ def test_val_of_long_documents_alone(tmp_path, capsys):
 # --- nothing goes around ---------------------------------------------------------------------------------
 READS = {"read_text", "read_bytes", "fromfile", "open_code", "loadtxt", "genfromtxt"}
 # Members of a zip by its own reader; a lock; a pipe to write to. Token shards are numbers: np.memmap
-ALLOWED = {("download.py", "bundle.open"), ("prepare.py", "os.open"), ("watch.py", "self.open"),
-           ("scripts.py", "tarfile.open"),      # of a tree that git archives
-           ("watch.py", "path.read_bytes")}     # in /proc
+ALLOWED = {("download.py", "bundle.open"), ("prepare.py", "os.open"),
+           ("scripts.py", "tarfile.open")}      # of a tree that git archives
 
 
 def goes_around(text):

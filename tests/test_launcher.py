@@ -319,16 +319,11 @@ def test_what_is_no_training_has_no_pace(tmp_path):
         run.trains(300, 0.1, first=300)
         run.tell(kind)
         assert run.waits(9000) == ""
-    last = Clocked(tmp_path)
-    last.trains(200, 0.1, steps=250)
-    assert last.waits(9000) == ""
 
 
 @pytest.mark.parametrize("config, more", [
-    (dict(save_every="50"), pulse.SAVING), (dict(save_every_seconds="60.0"), pulse.SAVING),
-    (dict(val_loss_every="125", val_tokens="0"), 3 * 1000 * 0.001),
-    (dict(val_loss_every="125", val_tokens="5000"), 3 * 5000 * 0.001)])
-def test_checkpoints_and_validations_take_their_time(config, more, tmp_path):
+    (dict(save_every="50"), pulse.SAVING), (dict(save_every_seconds="60.0"), pulse.SAVING)])
+def test_checkpoints_take_their_time(config, more, tmp_path):
     plain = Clocked(tmp_path)
     plain.trains(100, 0.1)
     run = Clocked(tmp_path, **config)
@@ -726,6 +721,30 @@ def test_a_terminal_that_closes_ends_the_run(place, marker):
     os.killpg(process.pid, signal.SIGHUP)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    wait_until(lambda: marker.left() == [], 30)
+
+
+def states(process):
+    """Of all below a process: T is stopped."""
+    return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            for pid in guard.below(process.pid)[1:]}
+
+
+@pytest.mark.parametrize("sent", ["KILL", "TERM"])
+def test_what_is_stopped_stands_still_goes_on_and_can_be_ended(sent, place, marker):
+    """Ctrl-Z and fg, then Ctrl-Z and `kill %1`, which also wakes it."""
+    process = start(place, marker, tasks=["sleep"])
+    wait_for(process, "attempt")
+    process.send_signal(signal.SIGTSTP)
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+    wait_until(lambda: states(process) == {"T"}, 30)
+    process.send_signal(signal.SIGCONT)
+    wait_until(lambda: "T" not in states(process), 30)
+    process.send_signal(signal.SIGTSTP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    process.send_signal(getattr(signal, f"SIG{sent}"))
+    process.send_signal(signal.SIGCONT)
+    assert ended(process)[0] != 0
     wait_until(lambda: marker.left() == [], 30)
 
 

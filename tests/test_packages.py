@@ -21,7 +21,7 @@ BY_NAME = {     # from the checkout, as ./run.sh does
     "tools.gpu.results --help": "side_by_side",
     "tools.gpu.static --help": "--kernels",
     "tools.run.script golf": "def log_probs(",
-    "tools.run.watch PLACE/said.py": "12345",
+    "tools.run.sample --help": "usage: ",
 }
 
 
@@ -38,7 +38,6 @@ def place(tmp_path_factory):
     assert {"inputs.py", "runs.py", "tools.py"} < {path.name for path in (root / "theirs").iterdir()}
     (root / "logs/x").mkdir(parents=True)
     (root / "logs/x/train.log").write_text("step:1/1 val_loss:3.2000 train_time:1000ms step_avg:1.00ms\n")
-    (root / "said.py").write_text("print(12345)\n")
     (root / "text").mkdir()
     for i in range(60):
         lines = [f"line {number} of the {i}th file, which has {number * i % 97} words of its own.\n"

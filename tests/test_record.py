@@ -623,12 +623,11 @@ def test_a_board_has_the_columns_of_its_game(game, head):
 
 
 def test_the_board_in_the_repository_is_up_to_date(tool, tmp_path, monkeypatch):
-    written = ("README.md", "targets.json")
-    before = [(ROOT / "records" / name).read_text() for name in written]
+    before = (ROOT / "records/README.md").read_text()
     shutil.copytree(ROOT / "records", tmp_path / "records", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(folders, "HOME", tmp_path / "records")
     assert tool("board")[0] == 0
-    assert [(tmp_path / "records" / name).read_text() for name in written] == before
+    assert (tmp_path / "records/README.md").read_text() == before
 
 
 def test_what_was_built_before_the_first_step_is_no_part_of_a_step():
@@ -645,24 +644,6 @@ def test_what_was_built_before_the_first_step_is_no_part_of_a_step():
     for less in (built[:1], built[1:], []):
         with pytest.raises(checks.Broken, match="10 steps took"):
             evidence.check_end(run_of(result), end, [], less)
-
-
-@pytest.mark.parametrize("scored", [True, False])
-def test_the_record_s_curve_is_of_a_part_of_val_where_all_its_runs_scored_one(monkeypatch, scored):
-    """Else of the training loss, without its first lines, which are of single batches."""
-    def run(part):
-        train = [Point(step, step / 10, 9.0 if step < 50 else 5.0, None) for step in (1, 2, 50, 100, 500)]
-        points = [Point(50 * i, 5.0 * i, 4.0 - i / 10, None) for i in range(1, 5)]
-        return SimpleNamespace(curves=dict(train=train, part=points if part else []))
-
-    folder = SimpleNamespace(values=lambda metric: [1.0, 1.1], runs=[run(True), run(scored)],
-                             hardware=lambda: "1 ranks x CPU")
-    monkeypatch.setattr(board, "best_before", lambda *_: "2026-01-01_First")
-    target = board.target_of("tiny", {"2026-01-01_First": folder})
-    seconds, losses = zip(*target["curve"])
-    assert target["curve_of"] == ("part" if scored else "train")
-    assert (seconds[0], seconds[-1]) == (5.0, 20.0 if scored else 50.0)
-    assert losses[-1] == (3.6 if scored else 5.0) and losses[0] == (3.9 if scored else pytest.approx(5.16))
 
 
 # ------------------------------------------------------------ the leak probe

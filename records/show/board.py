@@ -1,21 +1,19 @@
-"""`record board`: the leaderboards and the rules in records/README.md, and targets.json, which a run's last
-lines and its picture compare it with; the rule that these are what rules and records make."""
+"""`record board`: the leaderboards and the rules in records/README.md; the rule that these are what rules and
+records make; what the last lines of a run compare it with."""
 import argparse
-import json
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data import inputs
-from records.judge.runs import batch_means, demand, show
+from records.judge.runs import demand, show
 from records.judge.significance import describe, show_p
+from records.show.labels import without_date
 from records.verify import folders
 from records.verify.checks import LOOK_ONLY, Rule, first_difference, require
-from records.verify.folders import NEWEST, RULES, Folder, best_before, rank_key, records_of, table
+from records.verify.folders import NEWEST, RULES, Folder, rank_key, records_of, table
 from records.verify.rules import check
 
 # A plain GPT within the limits of a track, as docs/log.md has it ("peers, tuned")
@@ -90,35 +88,22 @@ def rules_table(version: int) -> str:
     return table(head.split(", "), rows)
 
 
-def target_of(name: str, records: dict[str, Folder]) -> dict[str, Any]:
-    """What a run of a track is shown against at its end (tools/run/watch.py) and in its loss.png. curve_of:
-    of which split `curve` has the loss. Where the track is to reach a value in the least time, `seconds` is
-    what the record took."""
+def goals_of(name: str, record: Folder | None) -> list[dict[str, Any]]:
+    """What a run of a track is compared with at its end (tools/run/show.py): the record, or what there was to
+    start from, and a plain GPT. Where a value is to be reached in the least time, `seconds` is what the
+    record took."""
     track = RULES[NEWEST].tracks[name]
     mean = track.start
     about = f"{track.start_name}, {track.hardware}"
-    best = best_before(records, "")
-    curve = []
-    split = "train"
-    if best != "none":
-        record = records[best]
+    if record:
         s = describe(record.values("time" if track.rank == "time" else track.metric))
         mean = round(s.mean, 4)
-        about = f"{best.partition('_')[2]}, {s.n} seeds"
-        curves = [batch_means(run.curves["train"]) for run in record.runs]
-        if all(len(run.curves["part"]) > 3 for run in record.runs):
-            split = "part"
-            curves = [[(point.seconds, point.loss) for point in run.curves[split]] for run in record.runs]
-        grid = np.geomspace(max(points[0][0] for points in curves),
-                            min(points[-1][0] for points in curves), 80)
-        losses = np.median([np.interp(grid, *zip(*points)) for points in curves], 0)
-        curve = np.column_stack([grid, losses]).round(4).tolist()
+        about = f"{without_date(record.path.name)}, {s.n} seeds"
     other = {"name": "the record", "metric": track.metric, "better": track.better, "value": mean,
              "about": about}
     if track.rank == "time":
         other |= {"value": track.target, "seconds": mean}
-    return {"compare": [other] * (mean is not None) + PLAIN.get(name, []), "curve": curve,
-            "curve_of": split}
+    return [other] * (mean is not None) + PLAIN.get(name, [])
 
 
 def page_of(version: int) -> Path:
@@ -126,26 +111,27 @@ def page_of(version: int) -> Path:
     return folders.HOME / "README.md" if version == NEWEST else folders.HOME / "rules" / f"rules_{version}.md"
 
 
-def with_part(text: str, name: str, content: str, page: str) -> str:
-    """The text of a page with what stands between the markers of a part made anew."""
-    start = f"<!-- {name} -->"
-    end = f"<!-- /{name} -->"
-    demand(text.count(start) == text.count(end) == 1, f"records/{page} has no block {start}")
-    top, _, rest = text.partition(start)
-    _, _, bottom = rest.partition(end)
-    return f"{top}{start}\n{content}\n{end}{bottom}"
+def part_of(text: str, name: str) -> str:
+    """What stands between the markers of a part of a page. Raises Refused."""
+    found = re.findall(f"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", text, re.S)
+    demand(len(found) == 1, f"the page has no block <!-- {name} -->")
+    return found[0]
+
+
+def with_part(text: str, name: str, content: str) -> str:
+    """The text of a page with that made anew. Raises Refused."""
+    marker = f"<!-- {name} -->\n"
+    return text.replace(f"{marker}{part_of(text, name)}\n", f"{marker}{content}\n")
 
 
 def board(say: Callable) -> None:
-    """Rewrites what stands between the markers of records/README.md, and targets.json."""
+    """Rewrites what stands between the markers of records/README.md."""
     path = folders.HOME / "README.md"
-    text = with_part(inputs.read_text(path), f"rules version {NEWEST}", rules_table(NEWEST), path.name)
+    text = with_part(inputs.read_text(path), f"rules version {NEWEST}", rules_table(NEWEST))
     for name in RULES[NEWEST].tracks:
-        text = with_part(text, f"board {name}", board_table(name, records_of(name)), path.name)
+        text = with_part(text, f"board {name}", board_table(name, records_of(name)))
     path.write_text(text, encoding="utf-8")
-    targets = {name: target_of(name, records_of(name)) for name in RULES[NEWEST].tracks}
-    (folders.HOME / "targets.json").write_text(json.dumps(targets) + "\n", encoding="utf-8")
-    say(f"wrote {os.path.relpath(path)} and targets.json")
+    say(f"wrote {os.path.relpath(path)}")
 
 
 def check_boards(folder: Folder, options: argparse.Namespace) -> str | None:
@@ -160,8 +146,7 @@ def check_boards(folder: Folder, options: argparse.Namespace) -> str | None:
     parts = [(page_of(version), f"rules version {version}", rules_table(version)) for version in RULES]
     parts.append((page_of(NEWEST), f"board {name}", board_table(name, records, lambda folder: "")))
     for page, part, content in parts:
-        told = inputs.read_text(page).partition(f"<!-- {part} -->\n")[2].partition(f"\n<!-- /{part} -->")[0]
-        told = re.sub(r"(?m)version \d+: [^|]*(?= \|$)", "", told)
+        told = re.sub(r"(?m)version \d+: [^|]*(?= \|$)", "", part_of(inputs.read_text(page), part))
         found = first_difference(told, content)
         where = f"records/{page.relative_to(folders.HOME)}, {part}"
         require(not found, f"{where} (line, as it is, as it is recomputed): {found}")

@@ -1,7 +1,8 @@
 """What the page of runs shows: runs of one's own and records, in sections whose scores compare."""
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from data import inputs
 from records.judge.runs import DATE, Refused, Run, demand, find_logs, read_runs
@@ -11,18 +12,7 @@ from records.show.labels import NEVER_TOLD, without_date
 from records.verify.folders import read_json, track_of
 
 MOST_SAMPLE = 4000      # characters of a run's samples
-UNTOLD = (*NEVER_TOLD, "preset", "device")      # overrides that a name leaves out
-
-
-class Row(NamedTuple):
-    """A run as the page shows it."""
-    name: str           # its folder, and its log where the folder holds several
-    run: Run            # with its result.json, if there is one
-    record: bool
-
-    @property
-    def folder(self) -> Path:
-        return self.run.path.absolute().parent
+UNTOLD = (*NEVER_TOLD, "preset", "device")      # overrides that a note leaves out
 
 
 class Item(NamedTuple):
@@ -30,19 +20,26 @@ class Item(NamedTuple):
     name: str           # tells it from the others
     note: str           # smaller, below it
     key: str            # of its curves; runs of one script and equal constants share it
-    rows: list[Row]
+    record: bool
+    folder: Path
+    runs: list[Run]     # each with its result.json, if there is one
 
     @property
-    def record(self) -> bool:
-        return self.rows[0].record
+    def track(self) -> str:
+        """The track of its runs, or for another project's the folder around its own."""
+        run = self.runs[0]
+        preset = run.result.get("preset") or run.config.get("preset")
+        return track_of(preset) if preset else self.folder.parent.name
 
     @property
-    def runs(self) -> list[Run]:
-        return [row.run for row in self.rows]
+    def samples(self) -> str:
+        """What the model of its run wrote."""
+        path = self.folder / "samples.txt"
+        return inputs.read_text(path, "replace")[:MOST_SAMPLE].rstrip() if path.is_file() else ""
 
     def mean(self, metric: str) -> float | None:
         """The mean of its runs; None where one lacks it."""
-        values = [row.run.exact(metric) for row in self.rows]
+        values = [run.exact(metric) for run in self.runs]
         return None if None in values else describe(values).mean
 
 
@@ -57,19 +54,23 @@ class Section(NamedTuple):
 
 
 # ------------------------------------------------------------ reading
-def result_beside(log: Path) -> dict[str, Any]:
-    """The result.json of a log of ours, or {}."""
-    name = log.name.replace("train", "result").removesuffix(".log") + ".json"
-    try:
-        return read_json(log.with_name(name))
-    except (Refused, OSError):
-        return {}
-
-
-def samples_of(row: Row) -> str:
-    """What the run's model wrote."""
-    path = row.folder / "samples.txt"
-    return inputs.read_text(path, "replace")[:MOST_SAMPLE].rstrip() if path.is_file() else ""
+def runs_below(paths: Sequence[Path | str], say: Callable) -> list[Run]:
+    """The runs below paths with their result.json, each log once. Raises Refused if there is none."""
+    logs = {log.resolve(): log for path in paths for log in find_logs(path)}
+    runs = []
+    for log in logs.values():
+        try:
+            found = [run for run in read_runs(log) if run.curves["train"] or run.curves["val"]]
+        except Refused as error:
+            say(f"left out: {error}")
+            continue
+        if len(found) == 1:
+            name = log.name.replace("train", "result").removesuffix(".log") + ".json"
+            with contextlib.suppress(Refused, OSError):
+                found[0].result = read_json(log.with_name(name))
+        runs += found
+    demand(runs, f"no run in {', '.join(str(path) for path in paths)}")
+    return runs
 
 
 def is_record(folder: Path) -> bool:
@@ -78,87 +79,56 @@ def is_record(folder: Path) -> bool:
     return (folder / "submission.json").exists() or dated
 
 
-def rows_of_paths(paths: Sequence[Path | str], say: Callable) -> list[Row]:
-    """The runs below paths, each log once. Raises Refused if there is none."""
-    rows = []
-    seen = set()
-    for path in paths:
-        for log in find_logs(path):
-            if log.resolve() in seen:
-                continue
-            seen.add(log.resolve())
-            try:
-                found = [run for run in read_runs(log) if run.curves["train"] or run.curves["val"]]
-            except Refused as error:
-                say(f"left out: {error}")
-                continue
-            record = is_record(log.absolute().parent)
-            alone = log.name == "train.log" and not record and len(found) == 1
-            for run in found:
-                run.result = result_beside(log) if len(found) == 1 else {}
-                name = log.absolute().parent.name
-                rows.append(Row(name if alone else f"{name}/{run.file}", run, record))
-    demand(rows, f"no run in {', '.join(str(path) for path in paths)}")
-    return rows
+def record_item(folder: Path, runs: list[Run]) -> Item:
+    """A record with its runs."""
+    name = without_date(folder.name)
+    date = folder.name.removesuffix(name).rstrip("_")
+    return Item(name, f"record of {date}" if date else "record", str(folder), True, folder, runs)
 
 
-# ------------------------------------------------------------ names
-def own_items(rows: list[Row]) -> list[Item]:
-    """Items of one's own runs, with what was asked for below the name."""
-    scripts = [row.run.result.get("code_sha256", "")[:6] for row in rows]
+def own_item(folder: Path, run: Run, alone: bool) -> Item:
+    """A run of one's own, with what was asked for below the name. alone: is it the only one of its folder?"""
+    overrides = run.result.get("overrides", {})
+    asked = " ".join([f"{name}={pair[-1]}" for name, pair in overrides.items() if name not in UNTOLD])
+    name = folder.name if alone else f"{folder.name}/{run.file}"
+    # what no result.json tells about is of one kind with nothing else
+    script = run.result.get("code_sha256") or name
+    return Item(name, asked, f"{script} {asked}", False, folder, [run])
+
+
+def items_of(runs: list[Run]) -> list[Item]:
+    """One's own runs one by one, those of a record together."""
+    homes: dict[Path, list[Run]] = {}
+    for run in runs:
+        homes.setdefault(run.path.absolute().parent, []).append(run)
     items = []
-    for row, script in zip(rows, scripts):
-        overrides = row.run.result.get("overrides", {})
-        asked = " ".join([f"{name}={pair[-1]}" for name, pair in overrides.items() if name not in UNTOLD])
-        # what no result.json tells about is of one kind with nothing else
-        key = " ".join([track_name(row), script or row.name, asked])
-        told = f" script {script}" if len({*scripts}) > 1 else ""
-        items.append(Item(row.name, (asked + told).strip(), key, [row]))
-    return items
-
-
-def group_name(names: list[str]) -> str:
-    """How the legend calls runs of one kind."""
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def record_items(rows: list[Row]) -> list[Item]:
-    """Items of records, one for each folder."""
-    homes: dict[Path, list[Row]] = {}
-    for row in rows:
-        homes.setdefault(row.folder, []).append(row)
-    items = []
-    for home, of_record in homes.items():
-        name = without_date(home.name)
-        date = home.name.removesuffix(name).rstrip("_")
-        items.append(Item(name, f"record{' of ' * bool(date)}{date}", str(home), of_record))
+    for folder, found in homes.items():
+        if is_record(folder):
+            items.append(record_item(folder, found))
+        else:
+            items += [own_item(folder, run, len(found) == 1) for run in found]
     return items
 
 
 # ------------------------------------------------------------ sections
-def track_name(row: Row) -> str:
-    """The track of a run, or for another project's the folder around its own."""
-    preset = row.run.result.get("preset") or row.run.config.get("preset")
-    return track_of(preset) if preset else row.folder.parent.name
-
-
 def metric_of(runs: list[Run]) -> str:
     """What ranks runs: val_bpb, where all finished ones have it, else val_loss."""
     whole = all(run.value("val_bpb") is not None for run in runs if run.finished)
     return "val_bpb" if whole else "val_loss"
 
 
-def title_of(items: list[Item]) -> str:
+def title_of(item: Item) -> str:
     """`tiny: all 429,103 val tokens of embedded`"""
-    row = items[0].rows[0]
-    text = row.run.result.get("data", {}).get("name") or row.run.facts.get("data")
-    part = part_of_val(row.run)
-    told = f"{part} of {text}" if part and text else part
-    return f"{track_name(row)}: {told}" if told else track_name(row)
+    run = item.runs[0]
+    text = run.result.get("data", {}).get("name") or run.facts.get("data")
+    part = part_of_val(run)
+    return f"{item.track}: {part} of {text}" if part and text else item.track
 
 
-def in_order(items: list[Item], metric: str) -> list[Item]:
+def in_order(items: list[Item]) -> list[Item]:
     """One's own runs first, then records, the best of each first and unfinished ones last."""
+    metric = metric_of([run for item in items for run in item.runs])
+
     def place(item: Item) -> tuple:
         value = item.mean(metric)
         return item.record, value is None, value or 0.0
@@ -166,22 +136,16 @@ def in_order(items: list[Item], metric: str) -> list[Item]:
     return sorted(items, key=place)
 
 
-def sections_of(rows: list[Row]) -> list[Section]:
-    """The sections, those with runs of one's own first."""
-    groups: list[list[Row]] = []
-    for row in rows:
+def sections_of(items: list[Item]) -> list[Section]:
+    """The sections, those with runs of one's own first, of these the one with records."""
+    groups: list[list[Item]] = []
+    for item in items:
         for group in groups:
-            runs = [group[0].run, row.run]
-            if track_name(group[0]) == track_name(row) and not differences(runs, metric_of(runs)):
-                group.append(row)
+            runs = [group[0].runs[0], item.runs[0]]
+            if group[0].track == item.track and not differences(runs, metric_of(runs)):
+                group.append(item)
                 break
         else:
-            groups.append([row])
-    sections = []
-    for group in groups:
-        items = own_items([row for row in group if not row.record])
-        items += record_items([row for row in group if row.record])
-        metric = metric_of([row.run for row in group])
-        sections.append(Section(title_of(items), in_order(items, metric)))
-    # those with runs of one's own first, of these the one with records
+            groups.append([item])
+    sections = [Section(title_of(group[0]), in_order(group)) for group in groups]
     return sorted(sections, key=lambda section: (section.items[0].record, not section.items[-1].record))

@@ -6,10 +6,6 @@ body { font: 14px/1.4 system-ui, sans-serif; margin: 1.5em auto; max-width: 1440
 h1 { font-size: 1.6em; margin: 0; } h2 { font-size: 1.25em; margin: 1.6em 0 .5em; }
 p { margin: .4em 0; } .same { color: #666; } small { color: #777; font-weight: 400; }
 .dot { display: inline-block; width: .75em; height: .75em; border-radius: 50%; margin-right: .45em; }
-.legend { display: flex; flex-wrap: wrap; gap: .3em .4em; }
-.legend button { font: inherit; border: 1px solid #ddd; border-radius: 1em; background: #fff; cursor: pointer;
-                 padding: .1em .7em; overflow-wrap: anywhere; text-align: left; }
-.legend button[aria-pressed=false] { opacity: .35; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; margin-top: .6em; }
 th, td { padding: .3em .6em; border-bottom: 1px solid #e2e2e2; text-align: left; vertical-align: top; }
 td.n { text-align: right; } .runs td, .runs th { white-space: nowrap; }
@@ -41,7 +37,7 @@ pre { background: #f5f5f5; padding: .8em; overflow-x: auto; }
 }
 """
 # A click on the head of a column sorts by it, another one turns it round; cells without a value come last.
-# A record opens to its runs. The legend hides and shows the curves of a name.
+# A record opens to its runs.
 SCRIPT = """
 for (const button of document.querySelectorAll(".runs th button")) button.onclick = () => {
   const head = button.parentElement, table = head.closest("table"), bodies = [...table.tBodies];
@@ -61,11 +57,5 @@ for (const button of document.querySelectorAll(".open")) button.onclick = () => 
   const open = button.ariaExpanded !== "true";
   button.ariaExpanded = open;
   for (const row of button.closest("tbody").querySelectorAll(".part")) row.hidden = !open;
-};
-for (const button of document.querySelectorAll(".legend button")) button.onclick = () => {
-  const shown = button.ariaPressed !== "true";
-  button.ariaPressed = shown;
-  for (const page of Bokeh.documents) for (const plot of page.roots())
-    for (const line of plot.renderers) if (line.name === button.dataset.curve) line.visible = shown;
 };
 """

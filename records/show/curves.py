@@ -1,6 +1,7 @@
 """Pictures of curves: `record plot`, those of `record compare`, and a record's loss.png."""
 import argparse
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ import numpy as np
 from records.judge.runs import Run, demand, load_runs, make_folder, mean_curve, points_with
 from records.judge.scores import differences
 from records.show.labels import telling_names, without_date
-from records.verify.folders import best_before, records_of, track_of
+from records.verify import folders
+from records.verify.folders import Folder, track_of
 
 SPLITS = {"train": "train", "val": "val", "part": "a part of val"}
 AXES = {"seconds": "train_time (s)", "tokens": "tokens", "step": "steps"}
 MARKERS = "os^dv"
-COLORS = 10         # of matplotlib's cycle
 
 
 def split_to_draw(runs: list[Run], axis: str) -> str:
@@ -51,98 +52,92 @@ def with_curve(runs: list[Run], split: str, axis: str) -> list[Run]:
     return [run for run in runs if len(points_with(run, split, axis)) > 1]
 
 
-def draw_band(axes: Any, runs: list[Run], split: str, axis: str, start: float, color: str,
-              label: str) -> list[float]:
-    """Loss over an axis from start to where the first run ends: the median of the runs, and a band from the
-    lowest to the highest. Returns the least and the largest loss drawn."""
-    end = min(getattr(points_with(run, split, axis)[-1], axis) for run in runs)
+def band_of(runs: list[Run], split: str, axis: str,
+            start: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(places on an axis, losses (run, place)) of runs with a curve, from where all of them have begun, or
+    from start, to where the first one ends."""
+    points = [points_with(run, split, axis) for run in runs]
+    if start is None:
+        start = max(getattr(of_run[0], axis) for of_run in points)
+    end = min(getattr(of_run[-1], axis) for of_run in points)
     grid = np.linspace(max(start, 0.02 * end), end, 400)
-    rows = mean_curve(runs, split, axis, grid)
-    axes.fill_between(grid, rows.min(0), rows.max(0), color=color, alpha=0.2, linewidth=0)
-    axes.plot(grid, np.median(rows, 0), color=color, linewidth=1.4, label=label)
-    return [rows.min(), rows.max()]
+    return grid, mean_curve(runs, split, axis, grid)
 
 
-def counted(runs: list[Run]) -> str:
-    return f"{len(runs)} runs" if len(runs) > 1 else "one run"
+def draw_runs(axes: Any, runs: list[Run], split: str, axis: str, number: int, color: str, name: str,
+              end: str = "", start: float | None = None) -> list[float]:
+    """Draws the median of runs, a band from the lowest to the highest, and the final val_loss of each.
+    number: of the runs in the picture. end: how the legend calls the final ones. Returns losses that the
+    frame must hold."""
+    losses = []
+    if drawn := with_curve(runs, split, axis):
+        grid, rows = band_of(drawn, split, axis, start)
+        axes.fill_between(grid, rows.min(0), rows.max(0), color=color, alpha=0.2, linewidth=0)
+        count = f"{len(drawn)} runs" if len(drawn) > 1 else "one run"
+        axes.plot(grid, np.median(rows, 0), color=color, linewidth=1.4, label=f"{name}{count}")
+        losses += [rows.min(), rows.max()]
+    if ends := ends_of(runs, axis):
+        axes.plot(*zip(*ends), MARKERS[number % 5], color=color, markersize=4, label=end)
+        losses += [loss for _, loss in ends]
+    return losses
 
 
 def draw_record(curves: dict[str, list[Run]], path: Path | str, title: str) -> None:
     """{label: [Run]} -> loss.png of a record. `record check` draws it again and compares the pixels: whoever
     changes it makes every record that there is fail."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     losses = []
     split = split_to_draw([run for runs in curves.values() for run in runs], "seconds")
     for i, (label, runs) in enumerate(curves.items()):
-        if drawn := with_curve(runs, split, "seconds"):
-            name = f"{label}: {SPLITS[split]}, {counted(drawn)}"
-            losses += draw_band(axes, drawn, split, "seconds", 0, f"C{i}", name)
-        if ends := ends_of(runs, "seconds"):
-            axes.plot(*zip(*ends), MARKERS[i % 5], color=f"C{i}", markersize=4, label=f"{label}: final val")
-            losses += [loss for _, loss in ends]
+        losses += draw_runs(axes, runs, split, "seconds", i, f"C{i}", f"{label}: {SPLITS[split]}, ",
+                            f"{label}: final val", 0)
     scale_losses(axes, losses, "seconds", title)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
 
 
 # ------------------------------------------------------------ plot and compare
-def draw(curves: dict[str, list[Run]], path: Path | str, title: str, by: str = "seconds",
-         grey: dict[str, list[Run]] | tuple = ()) -> None:
-    """{label: [Run]} -> a picture of loss over training seconds, tokens or steps, its legend below it. grey:
+def picture(curves: dict[str, list[Run]], title: str, by: str = "seconds",
+            grey: dict[str, list[Run]] | tuple = ()) -> Any:
+    """{label: [Run]} -> the figure of loss over training seconds, tokens or steps, its legend below it. grey:
     labels of records."""
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-    rows = (len(curves) + 4) // 2       # of the legend, with what lines, bands and points are
-    figure = Figure(figsize=(8, 4.3 + 0.2 * rows), layout="constrained")
+    figure = Figure(figsize=(8, 4.6 + 0.1 * len(curves)), layout="constrained")
     axes = figure.subplots()
     losses = []
     split = split_to_draw([run for runs in curves.values() for run in runs], by)
-    colors = [f"C{i % COLORS}" for i in range(len(curves))]
-    most = 1        # runs of a curve
     for i, (label, runs) in enumerate(curves.items()):
-        color = "0.5" if label in grey else colors[i - len(grey)]
-        if drawn := with_curve(runs, split, by):
-            most = max(most, len(drawn))
-            start = max(getattr(points_with(run, split, by)[0], by) for run in drawn)
-            losses += draw_band(axes, drawn, split, by, start, color, f"{label} ({counted(drawn)})")
-        if ends := ends_of(runs, by):
-            axes.plot(*zip(*ends), MARKERS[i % 5], color=color, markersize=4)
-            losses += [loss for _, loss in ends]
+        color = "0.5" if label in grey else f"C{i - len(grey)}"
+        losses += draw_runs(axes, runs, split, by, i, color, f"{label}, ")
     scale_losses(axes, losses, by, title)
-    line = Line2D([], [], color="0.3", label=f"line: {SPLITS[split]}{', median of the runs' * (most > 1)}")
-    band = Patch(color="0.5", alpha=0.3, label="band: lowest to highest run")
-    point = Line2D([], [], color="0.3", marker="o", linestyle="", markersize=4, label="points: final val")
-    handles, _ = axes.get_legend_handles_labels()
-    handles += [line, band, point] if most > 1 else [line, point]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    told = "line: median of runs; band: lowest to highest; dots: final val"
+    axes.set_ylabel(f"loss on {SPLITS[split]}, nats per token\n({told})", fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    return figure
+
+
+def draw(curves: dict[str, list[Run]], path: Path | str, title: str, by: str = "seconds",
+         grey: dict[str, list[Run]] | tuple = ()) -> None:
+    """That figure, written to path."""
     make_folder(Path(path).parent)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    picture(curves, title, by, grey).savefig(path, dpi=110)
 
 
-def title_of(names: list[str], runs: list[Run]) -> str:
-    """`tiny: gelu, relu`, or where that is too long how many there are."""
-    presets = sorted({run.config.get("preset", "") for run in runs} - {""})
-    told = ", ".join(names)
-    if len(told) > 60:
-        told = f"{len(names)} sets of runs"
-    return f"{'/'.join(presets)}: {told}" if presets else told
+def newest_record(preset: str) -> Folder | None:
+    """The newest record of a preset's track; each is better than those before it."""
+    found = sorted(folders.HOME.glob(f"track_{track_of(preset)}/[!.]*/submission.json"))
+    return Folder(found[-1].parent) if found else None
 
 
 def record_to_beat(runs: list[Run]) -> dict[str, list[Run]]:
-    """{name: runs} of the best record of the track that the runs play, if their losses compare; or {}."""
+    """{name: runs} of the newest record of the track that the runs play, if their losses compare; or {}."""
     presets = {run.config.get("preset", "") for run in runs}
-    if len(presets) > 1 or presets == {""}:
+    record = newest_record(*presets) if len(presets) == 1 else None
+    if not record or differences([*runs, *record.runs], "val_loss"):
         return {}
-    records = records_of(track_of(*presets))
-    name = best_before(records, runs[0].facts.get("hardware"))
-    if name == "none" or differences([*runs, *records[name].runs], "val_loss"):
-        return {}
-    return {f"record {without_date(name)}": records[name].runs}
+    return {f"record {without_date(record.path.name)}": record.runs}
 
 
 def plot(args: argparse.Namespace, say: Callable) -> None:
@@ -158,9 +153,8 @@ def plot(args: argparse.Namespace, say: Callable) -> None:
     if apart:
         say(f"warning: these losses are not of the same tokens, scored alike: {apart}")
     record = record_to_beat(runs)
-    if any(name == f"record {without_date(label)}" for name in record for label in found):
-        record = {}     # it is drawn already
     names = telling_names(found)
     curves = {names[label]: of_path for label, of_path in found.items()}
-    draw(record | curves, args.out, title_of([*curves], runs), args.by, record)
+    title = textwrap.shorten(", ".join(curves), 80, placeholder=" …")
+    draw(record | curves, args.out, title, args.by, record)
     say(f"curves: {args.out}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data import inputs
-from records.judge.runs import Refused, demand_no_dead_link, make_folder
+from records.judge.runs import Refused, make_folder
 from tools.run.script import BANNER, script
 
 LOAD = '''
@@ -29,35 +29,6 @@ def load(folder: Path | str) -> Model:
 '''
 
 
-def model_file(run: Path | str) -> Path:
-    """What a run is scored by: its artifact, else its weights; or the file itself. Raises Refused."""
-    for path in (Path(run), Path("logs", run)):
-        demand_no_dead_link(path)
-        files = [path, *sorted(path.glob("final_model.*.ptz")), path / "final_model.pt"]
-        for file in files:
-            if file.is_file():
-                return file
-    raise Refused(f"{run} holds no model: give a run folder, a record folder or a model file")
-
-
-def model_constants(recipe: Any) -> list[str]:
-    """The constants that a recipe's model depends on."""
-    return [field.name for field in fields(recipe) if field.metadata["model"]]
-
-
-def tensors_of(model: Any) -> dict[str, Any]:
-    """{name: tensor} of a model: its parameters, and what its n-grams are counted from."""
-    # A tied head is the embedding, which named_parameters() lists once
-    return {name: p.detach().contiguous() for name, p in model.named_parameters()} | model.state()
-
-
-def write_weights(folder: Path, tensors: dict[str, Any], shape: dict[str, Any], save_file: Callable) -> None:
-    """model.safetensors and config.json, with the constants that a model depends on."""
-    make_folder(folder)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
-
-
 def model_script(preset: str, text: str) -> str:
     """The text of model.py. text: of train_gpt.py."""
     whole = script(preset, text)
@@ -67,25 +38,26 @@ def model_script(preset: str, text: str) -> str:
 
 def export(args: argparse.Namespace, say: Callable) -> str:
     """model.safetensors, config.json and model.py beside the model, or in --out. Returns their folder."""
-    try:
-        from safetensors.torch import save_file
-    except ImportError:
-        raise Refused("export needs safetensors: pip install -r requirements.txt") from None
+    from safetensors.torch import save_file
     import train_gpt
-    path = model_file(args.run)
+    from tools.run.sample import find_model
+    path = find_model(args.run)
     folder = Path(args.out or path.parent / "export")
     cfg: Any
     try:
         model, cfg = train_gpt.load_model(path)
     except train_gpt.Refused as error:
         raise Refused(str(error)) from None
-    tensors = tensors_of(model)
-    shape = {name: getattr(cfg, name) for name in model_constants(cfg)}
-    write_weights(folder, tensors, shape, save_file)
-    trainer = inputs.read_text(Path(train_gpt.__file__))
-    (folder / "model.py").write_text(model_script(cfg.preset, trainer), encoding="utf-8")
-    weights = sum(p.numel() for p in model.parameters())
-    counted = " with the training text that n-grams are counted from" if model.state() else ""
-    say(f"wrote {folder}/model.safetensors ({weights:,} weights{counted}), config.json and model.py, which "
-        "reads them with torch, numpy and safetensors")
+    make_folder(folder)
+    # A tied head is the embedding, which named_parameters() lists once
+    weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    save_file(weights | model.state(), folder / "model.safetensors", {"format": "pt"})
+    # the constants that a model depends on
+    shape = {field.name: getattr(cfg, field.name) for field in fields(cfg) if field.metadata["model"]}
+    (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
+    model_text = model_script(cfg.preset, inputs.read_text(Path(train_gpt.__file__)))
+    (folder / "model.py").write_text(model_text, encoding="utf-8")
+    count = sum(p.numel() for p in model.parameters())
+    say(f"wrote {folder}/model.safetensors ({count:,} weights), config.json and model.py, which reads them "
+        "with torch, numpy and safetensors")
     return str(folder)

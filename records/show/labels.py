@@ -1,13 +1,13 @@
 """Names that tell runs apart: what differs between them, not how all of them begin."""
 import re
-from collections.abc import Sequence
+import textwrap
 
 from records.judge.runs import Run
 
 STAMPED = re.compile(r"\d{8}_\d{6}")        # in a name that the trainer or a tool made up
 DATED = re.compile(r"20\d\d-\d\d-\d\d_")    # how the folder of a record begins
 NEVER_TOLD = ("seed", "run_id")
-MOST_CONSTANTS = 3      # that a name lists
+MOST_TEXT = 70      # characters of a name
 
 
 def without_date(name: str) -> str:
@@ -15,33 +15,18 @@ def without_date(name: str) -> str:
     return DATED.sub("", name) or name
 
 
-def constants_of(run: Run) -> dict[str, str]:
-    """The constants by which runs may be told apart."""
-    constants = run.config or run.settings
-    return {name: value for name, value in constants.items() if name not in NEVER_TOLD}
-
-
-def differing(configs: Sequence[dict[str, str]]) -> list[str]:
-    """Names of the constants that two of the configs have with other values."""
-    names = sorted({name for config in configs for name in config})
-    return [name for name in names if len({config[name] for config in configs if name in config}) > 1]
-
-
-def constants_text(config: dict[str, str], names: Sequence[str]) -> str:
-    """`matrix_lr=0.02 warmdown_frac=0.6 and 2 more`, of those that a config has."""
-    told = [f"{name}={config[name]}" for name in names if name in config]
-    more = len(told) - MOST_CONSTANTS
-    return " ".join(told[:MOST_CONSTANTS]) + (f" and {more} more" if more > 0 else "")
-
-
 def telling_names(groups: dict[str, list[Run]]) -> dict[str, str]:
-    """{label: its runs} -> {label: its name}: for one that was made up from a time stamp the constants that
-    differ, where these tell it from the others."""
-    made_up = [label for label in groups if STAMPED.search(label)]
-    configs = {label: constants_of(runs[0]) for label, runs in groups.items()}
-    differ = differing([*configs.values()])
-    told = [constants_text(configs[label], differ) for label in made_up]
-    if len({*told}) < len(told):
-        told = made_up
-    names = {label: text or label for label, text in zip(made_up, told)}
-    return {label: names.get(label, without_date(label)) for label in groups}
+    """{label: its runs} -> {label: its name}: where all were made up from time stamps, the constants that
+    differ, if these tell them apart."""
+    configs = {label: runs[0].config or runs[0].settings for label, runs in groups.items()}
+    differ = []
+    for name in sorted({name for config in configs.values() for name in config} - {*NEVER_TOLD}):
+        if len({config[name] for config in configs.values() if name in config}) > 1:
+            differ.append(name)
+    told = {}
+    for label, config in configs.items():
+        text = " ".join([f"{name}={config[name]}" for name in differ if name in config])
+        told[label] = textwrap.shorten(text, MOST_TEXT, placeholder=" …")
+    if all(STAMPED.search(label) for label in groups) and len({*told.values()} - {""}) == len(told):
+        return told
+    return {label: without_date(label) for label in groups}

@@ -129,7 +129,7 @@ def launch(argv: Sequence[str], launcher: Launcher) -> int:
         launcher.progress.flops = answer["flops"]
         code = launcher.train(answer["words"], answer["ranks"])
     finally:
-        launcher.screen.close()
+        launcher.screen.hide()
     env = {**launcher.env, "PROXY": "1"} if launcher.proxy else launcher.env
     show_result(launcher.folder, code, env, launcher.signals, launcher.logger)
     return code

@@ -27,7 +27,6 @@ class Pulse:
         self.folder: Path | None = None
         self.place = 0  # in events.jsonl, up to which it was read
         self.config: dict[str, str] = {}
-        self.tokens = 0.0  # of val
         self.training = False
         self.report: dict[str, Any] = {}  # the last one of a step
         self.slowest = 0.0  # seconds of a step
@@ -76,17 +75,15 @@ class Pulse:
         self.sign()
         if kind == "start":
             self.config = event["config"]
-            self.tokens = float(event["data"]["val_tokens"])
             self.report = {}
-            self.training = False
-        elif kind in ("stop", "artifact", "score", "result", "end"):
-            self.training = False
-        elif kind == "train":
-            before = self.report.get("step", 0), self.report.get("seconds", 0.0)
-            if self.report and event["step"] > before[0]:  # the first step also counts n-grams
-                self.slowest = max(self.slowest, (event["seconds"] - before[1]) / (event["step"] - before[0]))
+        if kind == "train":
+            steps = event["step"] - self.report.get("step", 0)
+            if self.report and steps > 0:  # the first step also counts n-grams
+                self.slowest = max(self.slowest, (event["seconds"] - self.report["seconds"]) / steps)
             self.report = event
             self.training = event["step"] < event["steps"]
+        elif kind not in ("val_part", "checkpoint"):
+            self.training = False
 
     def number(self, name: str) -> float:
         """A constant of the run; 0 if it has none of that name."""
@@ -94,18 +91,12 @@ class Pulse:
 
     def may_be_silent(self) -> float:
         """Seconds until the next sign of life is overdue."""
-        report = self.report
+        step = self.report["step"]
         every = int(self.number("train_log_every")) or 100
-        steps = 1 if report["step"] < 10 else every - report["step"] % every
-        if report["step"] + steps >= report["steps"]:  # the last validation may come before the next report
-            return float("inf")
+        steps = 1 if step < 10 else every - step % every
         seconds = LEAST + SLOWER * self.slowest * steps + LONGER * self.longest
-        if self.number("save_every") or self.number("save_every_seconds"):
-            seconds += SAVING
-        if self.number("val_loss_every"):  # takes no longer than training on as many tokens
-            tokens = self.number("val_tokens") or self.tokens
-            seconds += LONGER * tokens * report["seconds"] / report["tokens"]
-        return seconds
+        saves = self.number("save_every") or self.number("save_every_seconds")
+        return seconds + SAVING if saves else seconds
 
     def overdue(self) -> str:
         """What to say if the run stands still by the events that were read, else empty."""

@@ -9,10 +9,7 @@ sample ends where the model ends its document, or after --tokens. The train_gpt.
 wrote it, loads it; without one, this checkout's does.
 """
 import argparse
-import difflib
-import hashlib
 import importlib.util
-import io
 import json
 import math
 import os
@@ -21,27 +18,21 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data import inputs
-from records.judge.runs import Refused, demand, read_events
-from records.verify.leak_probe import Script
+from records.judge.runs import Refused, demand, demand_no_dead_link, read_events
+from train_gpt import brief, file_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("final_model*.ptz", "final_model.pt", "checkpoint.pt")    # which model of a folder is sampled
 SAMPLES = "samples.txt"         # in the run's folder: what was sampled from it
 PROMPT_TOKENS = 24              # of a val document, at most
-MAX_SCORES = 1 << 26            # log-probabilities at a time: 256 MiB
 SEED = 1337
-
-
-def brief(error: BaseException) -> str:
-    """An exception in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 class Settings(NamedTuple):
@@ -57,31 +48,20 @@ class Settings(NamedTuple):
 
 
 # ------------------------------------------------------------ the model
-def named_folders() -> dict[str, Path]:
-    """{name: folder} of all runs here, newest last, and of all records."""
-    records = sorted(ROOT.glob("records/track_*/*/"))
-    runs = sorted(Path("logs").glob("[!.]*/"), key=lambda folder: folder.stat().st_mtime)
-    return {folder.name: folder for folder in (*records, *runs)}
-
-
-def newest(count: int = 3) -> str:
-    """The newest runs, or records where there are none."""
-    return ", ".join([*named_folders()][:-1 - count:-1])
-
-
 def find_model(word: str) -> Path:
     """The model file that a word of the command line means. Raises Refused."""
     path = Path(word)
     if path.is_file():
         return path
-    known = named_folders()
+    demand_no_dead_link(path)
+    records = sorted(ROOT.glob("records/track_*/*/"))
+    runs = sorted(Path("logs").glob("[!.]*/"), key=lambda folder: folder.stat().st_mtime)
+    known = {folder.name: folder for folder in (*records, *runs)}
     folder = known.get(word)    # before a folder of that name, such as mine/ of docs/first_change.md
     if folder is None and path.is_dir():
         folder = path
-    if folder is None:
-        near = difflib.get_close_matches(path.name, known, 3, 0.4)
-        hint = f"did you mean {', '.join(near)}?" if near else f"here are {newest()}"
-        raise Refused(f"no run, record or model file is called {word!r}: {hint}")
+    demand(folder, f"no run, record or model file is called {word!r}: here are "
+           + ", ".join([*known][:-4:-1]))
     for pattern in MODELS:
         if found := sorted(folder.glob(pattern)):
             return found[0]
@@ -92,19 +72,14 @@ def find_model(word: str) -> Path:
 @cache
 def import_script(path: Path) -> ModuleType:
     """The train_gpt.py at path as a module of its own. Raises Refused."""
-    sys.path.insert(0, str(path.resolve().parent))  # companions of old scripts
+    sys.dont_write_bytecode = True      # no __pycache__ in the run's folder
     spec = importlib.util.spec_from_file_location("train_gpt_of_the_model", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module     # dataclasses look there
-    writes_none = sys.dont_write_bytecode
-    sys.dont_write_bytecode = True      # no __pycache__ in the run's folder
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise Refused(f"{path}, which wrote the model, cannot be imported ({brief(error)})") from None
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-        sys.dont_write_bytecode = writes_none
     return module
 
 
@@ -112,7 +87,7 @@ class Opened(NamedTuple):
     """A model that is ready to be sampled."""
     log_probs: Callable[[Tensor], Tensor]   # tokens int64 (B, T) -> log-probabilities of the next (B, T, V)
     cfg: Any                # its constants
-    module: ModuleType      # the train_gpt.py that reads it
+    data: dict[str, Any]    # what its file tells of the dataset
     device: str
 
 
@@ -123,18 +98,11 @@ def open_model(path: Path, device: str) -> Opened:
         script = ROOT / "train_gpt.py"
     module = import_script(script)
     try:
-        if hasattr(module, "RECIPES"):
-            model, cfg = module.load_model(path, device)
-            return Opened(partial(module.log_probs, model), cfg, module, device)
-        older = Script(module, path, {})
-
-        def log_probs(tokens: Tensor) -> Tensor:
-            return torch.from_numpy(older.log_probs(tokens.numpy()))
-
-        return Opened(log_probs, older.cfg, module, "cpu")
+        model, cfg = module.load_model(path, device)
     except Exception as error:      # a damaged file may raise anything
         why = str(error) if type(error).__name__ == "Refused" else brief(error)
         raise Refused(f"{path} cannot be opened by {script}: {why}") from None
+    return Opened(partial(module.log_probs, model), cfg, getattr(model, "trained_on", None) or {}, device)
 
 
 # ------------------------------------------------------------ its text
@@ -146,68 +114,47 @@ class Text(NamedTuple):
     folder: Path | None     # of the dataset
 
 
-def told_of(model: Path, module: ModuleType) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(constants, data) of the run that made a model, as result.json or the run's events tell them; of a file
-    that has left its run, as the file itself tells them. {} for what is not told."""
-    told: dict[str, Any] = {}
+def run_of(model: Path) -> dict[str, Any]:
+    """What result.json beside a model or, while its run trains, the run's events tell of it; or {}."""
     result = model.with_name("result.json")
     if result.is_file():
-        told = json.loads(inputs.read_text(result))
-    for event in read_events(model.parent):
-        if event["kind"] == "start" and not result.is_file():
-            told = event
-    if not told:
-        raw = model.read_bytes()
-        if raw[:2] != b"PK":    # PK: a zip file of torch.save
-            raw = module.decompress(raw)
-        told = torch.load(io.BytesIO(raw), "cpu", weights_only=True)
-    return told.get("config") or {}, told.get("data") or {}
+        return json.loads(inputs.read_text(result))
+    starts = [event for event in read_events(model.parent) if event["kind"] == "start"]
+    return starts[-1] if starts else {}
 
 
-def dataset_folders(config: dict[str, Any], data: dict[str, Any]) -> list[Path]:
-    """Where the dataset of a run may lie: as the environment says, as the run was told, by its name."""
-    places = [os.environ.get("DATA_PATH"), config.get("data_path")]
+def dataset_of(config: dict[str, Any], data: dict[str, Any]) -> Path | None:
+    """Where the dataset of a run lies: as the run was told, as the environment says, by its name."""
+    places = [config.get("data_path"), os.environ.get("DATA_PATH")]
     if data.get("name"):
         places.append(f"data/datasets/{data['name']}")
-    return [Path(place) for place in places if place and Path(place).is_dir()]
+    return next((Path(place) for place in places if place and Path(place).is_dir()), None)
 
 
-def manifest_of(folder: Path) -> dict[str, Any]:
-    path = folder / "manifest.json"
-    return json.loads(inputs.read_text(path)) if path.is_file() else {}
+def find_tokenizer(config: dict[str, Any], data: dict[str, Any], folder: Path | None) -> Path | None:
+    """The tokenizer that a run was trained with: as the run was told, as the environment says, that of its
+    dataset. What has another digest is none."""
+    places = [config.get("tokenizer_path"), os.environ.get("TOKENIZER_PATH")]
+    if folder and (folder / "manifest.json").is_file():
+        manifest = json.loads(inputs.read_text(folder / "manifest.json"))
+        if inside := (manifest.get("tokenizer") or {}).get("path"):
+            places.append(str(folder / inside))
+    digests = {digest for file, digest in (data.get("sha256") or {}).items() if not file.endswith(".bin")}
+    for path in [Path(place) for place in places if place and Path(place).is_file()]:
+        if not digests or file_sha256(path) in digests:
+            return path
+    return None
 
 
-def tokenizer_files(config: dict[str, Any], folders: list[Path]) -> list[Path]:
-    """Where the tokenizer of a run may lie, in the order in which they are tried."""
-    places = [os.environ.get("TOKENIZER_PATH"), config.get("tokenizer_path")]
-    for folder in folders:
-        if inside := (manifest_of(folder).get("tokenizer") or {}).get("path"):
-            places.append(os.path.normpath(folder / inside))
-            places.append(str(folder / inside))     # the folder is a link, and this is beside its target
-    return [Path(place) for place in places if place and Path(place).is_file()]
-
-
-def open_text(model: Path, opened: Opened, tokenizer: str = "") -> Text:
-    """The tokenizer that a model was trained with, or the one at that path. Raises Refused."""
-    config, data = told_of(model, opened.module)
-    folders = dataset_folders(config, data)
-    name = data.get("name") or Path(config.get("data_path") or "").name
-    if tokenizer:
-        demand(Path(tokenizer).is_file(), f"--tokenizer={tokenizer} is no file")
-        chosen = Path(tokenizer)
-    else:
-        found = tokenizer_files(config, folders)
-        digests = {digest for file, digest in (data.get("sha256") or {}).items() if not file.endswith(".bin")}
-        digests |= {data["tokenizer"]} if data.get("tokenizer") else set()
-        fits = [path for path in found if not digests or sha256(path) in digests]
-        if not fits:
-            why = f"the tokenizer of its dataset {name or '(unknown)'} is not here"
-            if found:
-                why = f"{found[0]} is not the tokenizer that it was trained with"
-            elif folders and not digests:
-                why = f"its dataset {name} has no tokenizer"
-            raise Refused(f"no samples of {model}: {why}; --tokenizer=PATH names a SentencePiece model")
-        chosen = fits[0]
+def open_text(model: Path, opened: Opened) -> Text:
+    """The tokenizer that a model was trained with. Raises Refused."""
+    told = run_of(model)
+    config = told.get("config") or {}
+    data = told.get("data") or opened.data
+    folder = dataset_of(config, data)
+    chosen = find_tokenizer(config, data, folder)
+    demand(chosen, f"no samples of {model}: the tokenizer that it was trained with, of the dataset "
+           f"{data.get('name') or '(unknown)'}, is not here; TOKENIZER_PATH=PATH before ./run.sh names it")
     import sentencepiece
     try:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(chosen))
@@ -217,11 +164,7 @@ def open_text(model: Path, opened: Opened, tokenizer: str = "") -> Text:
     demand(size <= opened.cfg.vocab_size,
            f"{chosen} has {size} tokens, but {model} only {opened.cfg.vocab_size}: it is another tokenizer")
     bos = max(0, getattr(opened.cfg, "bos_id", 0) or processor.bos_id())
-    return Text(processor, bos, {bos, processor.eos_id()}, folders[0] if folders else None)
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return Text(processor, bos, {bos, processor.eos_id()}, folder)
 
 
 def decode(text: Text, ids: Sequence[int]) -> str:
@@ -237,14 +180,11 @@ def val_prompts(text: Text, count: int = 3) -> list[list[int]]:
     demand(shards, 'there are no val documents here to begin with: give a "prompt"')
     val = np.memmap(shards[0], "<u2", "r", 1024)
     edges = np.append(np.flatnonzero(val == text.bos), len(val))    # where documents begin, and the last ends
-    documents = len(edges) - 1
-    count = min(count, documents)
     prompts = []
-    for i in range(count):
-        place = i * documents // count
+    for place in np.unique(np.linspace(0, len(edges) - 1, count, endpoint=False).astype(int)):
         first, end = edges[place:place + 2]
         prompts.append(val[first:first + min(PROMPT_TOKENS, max(1, (end - first) // 2))].tolist())
-    return prompts or [val[:PROMPT_TOKENS].tolist()]
+    return prompts
 
 
 # ------------------------------------------------------------ samples
@@ -257,22 +197,6 @@ def draw(scores: Tensor, settings: Settings, generator: torch.Generator) -> int:
     return int(which[torch.multinomial(odds, 1, generator=generator)])
 
 
-@torch.no_grad()
-def next_scores(opened: Opened, rows: list[list[int]]) -> Tensor:
-    """Log-probabilities (n, V) of the token after each row. The rows form batches of MAX_SCORES at most. They
-    are padded on the right, where causal attention never looks."""
-    lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
-    for i, row in enumerate(rows):
-        tokens[i, :len(row)] = torch.tensor(row)
-    at_once = max(1, MAX_SCORES // (tokens.size(1) * opened.cfg.vocab_size))
-    found = []
-    for part, ends in zip(tokens.split(at_once), lengths.split(at_once)):
-        scores = opened.log_probs(part.to(opened.device))
-        found.append(scores[torch.arange(len(part)), ends - 1].cpu())
-    return torch.cat(found)
-
-
 class Sample(NamedTuple):
     """How a model continued a prompt."""
     prompt: list[int]
@@ -280,22 +204,18 @@ class Sample(NamedTuple):
     ended: bool         # did the model end its document?
 
 
-def generate(opened: Opened, prompts: list[list[int]], settings: Settings, ends: set[int]) -> list[Sample]:
-    """Continues each prompt until the model draws one of `ends`."""
-    rows = [[*prompt] for prompt in prompts]
-    generators = [torch.Generator().manual_seed(settings.seed + i) for i in range(len(rows))]
-    going = [*range(len(rows))]
+@torch.no_grad()
+def generate(opened: Opened, prompt: list[int], settings: Settings, ends: set[int]) -> Sample:
+    """Continues a prompt until the model draws one of `ends`."""
+    row = [*prompt]
+    generator = torch.Generator().manual_seed(settings.seed)
     for _ in range(settings.tokens):
-        if not going:
-            break
-        scores = next_scores(opened, [rows[i] for i in going])
-        for i, its_scores in zip([*going], scores):
-            token = draw(its_scores, settings, generators[i])
-            if token in ends:
-                going.remove(i)
-            else:
-                rows[i].append(token)
-    return [Sample(prompt, rows[i][len(prompt):], i not in going) for i, prompt in enumerate(prompts)]
+        scores = opened.log_probs(torch.tensor([row], device=opened.device))
+        token = draw(scores[0, -1].cpu(), settings, generator)
+        if token in ends:
+            return Sample(prompt, row[len(prompt):], True)
+        row.append(token)
+    return Sample(prompt, row[len(prompt):], False)
 
 
 def sample_line(number: int, sample: Sample, text: Text) -> str:
@@ -307,36 +227,29 @@ def sample_line(number: int, sample: Sample, text: Text) -> str:
     return f"sample {number}: {prompt}»{said}"
 
 
-def sample_lines(model: Path, prompts: Sequence[str] = (), settings: Settings = Settings(),
-                 tokenizer: str = "", device: str = "auto") -> list[str]:
+def sample_lines(model: Path, prompts: Sequence[str] = (), settings: Settings = Settings()) -> list[str]:
     """[sample 1: prompt»continuation, …]; without prompts, val documents are continued. Raises Refused."""
+    device = os.environ.get("DEVICE", "auto")
     if device == "auto":
         # a run that still trains keeps its GPU to itself
         device = "cuda" if torch.cuda.is_available() and model.name != "checkpoint.pt" else "cpu"
     opened = open_model(model, device)
-    text = open_text(model, opened, tokenizer)
-    if prompts:
-        ids = [[text.bos, *text.tokenizer.encode(prompt)] for prompt in prompts]
-    else:
-        ids = val_prompts(text)
-    samples = generate(opened, ids, settings, text.ends)
-    return [sample_line(i, sample, text) for i, sample in enumerate(samples, 1)]
+    text = open_text(model, opened)
+    ids = [[text.bos, *text.tokenizer.encode(prompt)] for prompt in prompts] or val_prompts(text)
+    lines = []
+    for i, prompt in enumerate(ids):
+        found = generate(opened, prompt, settings._replace(seed=settings.seed + i), text.ends)
+        lines.append(sample_line(i + 1, found, text))
+    return lines
 
 
 # ------------------------------------------------------------ the command
-class Parser(argparse.ArgumentParser):
-    """Refuses in one sentence and without the usage."""
-    def error(self, message: str) -> NoReturn:
-        raise Refused(f"{message}; ./run.sh sample --help shows how")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The words of the command line. Raises Refused."""
     standard = Settings()
-    parser = Parser(prog="./run.sh sample", description=__doc__, allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN", nargs="?",
-                        help="a run's name, a run's or record's folder, or a model file")
+    parser = argparse.ArgumentParser(prog="./run.sh sample", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", help="a run, a run's or record's folder, or a model file")
     parser.add_argument("prompts", metavar="prompt", nargs="*", help="text for the model to continue")
     parser.add_argument("--tokens", type=int, default=standard.tokens,
                         help="maximum length of a sample [%(default)s]")
@@ -346,39 +259,27 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                         help="draw from the k likeliest tokens; 0: from all [%(default)s]")
     parser.add_argument("--seed", type=int, default=standard.seed,
                         help="of the first sample, 1 more for each further one [%(default)s]")
-    parser.add_argument("--tokenizer", default="", help="SentencePiece model, if the run's own is not found")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default=os.environ.get("DEVICE", "auto"),
-                        help="auto: a GPU if there is one, but the CPU for a run that still trains")
     asked = parser.parse_intermixed_args(argv)
-    demand(asked.run, f'which run? ./run.sh sample RUN ["prompt" ...]; here are {newest()}')
-    demand(asked.tokens > 0, f"--tokens={asked.tokens}: a sample has one token at least")
-    demand(0 <= asked.temperature < math.inf, f"--temperature={asked.temperature} must be 0 or more")
-    demand(asked.top_k >= 0, f"--top-k={asked.top_k} must be 0 or more")
-    demand(0 <= asked.seed < 2**31, f"--seed={asked.seed} must be from 0 to {2**31 - 1}")
+    good = asked.tokens > 0 and asked.top_k >= 0 and 0 <= asked.seed < 2**31
+    demand(good and 0 <= asked.temperature < math.inf,
+           "--tokens is 1 or more, --top-k and --temperature 0 or more, --seed from 0 to 2**31 - 1")
     return asked
-
-
-def as_text(word: str) -> str:
-    """A word of the command line, which is UTF-8 whatever the locale. Raises Refused."""
-    try:
-        return os.fsencode(word).decode()
-    except UnicodeError:
-        raise Refused(f"the prompt {word!r} is not UTF-8") from None
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints samples; of a run's model, also to samples.txt in its folder. Returns the exit code."""
     try:
         asked = parse(argv)
-        prompts = [as_text(prompt) for prompt in asked.prompts]
+        # what was typed is UTF-8, whatever the locale
+        prompts = [os.fsencode(prompt).decode() for prompt in asked.prompts]
         model = find_model(asked.run)
         settings = Settings(asked.tokens, asked.temperature, asked.top_k, asked.seed)
         lines = [f"{model} {settings.flags()}"]
-        lines += sample_lines(model, prompts, settings, asked.tokenizer, asked.device)
+        lines += sample_lines(model, prompts, settings)
     except Refused as error:
         print(f"sample: {error}", file=sys.stderr)
         return 2
-    except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+    except (OSError, UnicodeError, MemoryError, torch.OutOfMemoryError) as error:
         print(f"sample: {brief(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,25 +1,19 @@
 """What a run looks like: a live line, signals that are passed on, LOGGER. launch.py shows runs by it.
 
-    python -m tools.run.watch SCRIPT [WORD ...]     shows another script so, such as a copy of train_gpt.py
-
 On a terminal one live line stands for the log lines, which train.log keeps: the stage, and in training loss,
-bits per byte, tok/s, on a GPU MFU, and the time left. Elsewhere every line passes as it is.
+bits per byte, tok/s and the time left. Elsewhere every line passes as it is.
 LOGGER=tensorboard | wandb | trackio hands scalars, constants and samples on.
 """
-import json
 import math
 import os
 import queue
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,36 +21,22 @@ from types import FrameType
 from typing import Any, TextIO
 
 from data import inputs
-from records.verify.folders import HOME, track_of
-from tools.run import cards, guard
+from tools.run import cards
 from tools.run.guard import Guarded
 from tools.run.pulse import Pulse
 
 SHOW = ("-m", "tools.run.show")
-# A line that begins so begins a stage of a run; the events of training, below, end them
+CLEAR = "\x1b[K"        # clears what a terminal's line held before
+# A line that begins so begins a stage of a run, which is called so; "": as the line says
 STAGES = {
-    "data:": "reading the data", "world_size:": "setting up", "warmup before": "warming up",
-    "counting n-grams": "counting n-grams", "n-grams of": "training", "evaluating ": "evaluating",
-    "core": "training", "Serialized": "evaluating the artifact", "final_": "writing the result"}
+    "data:": "reading the data", "world_size:": "setting up", "warmup before": "", "counting n-grams": "",
+    "evaluating ": "", "Serialized": "evaluating the artifact", "final_": "writing the result"}
 # Lines that a terminal does not need: the live line has them, or result.json
 QUIET = re.compile(
     r"data: (val_bytes|text fingerprint)|matmul |world_size:|collectives:|record:|stage table:| {3,}\d+ |"
     r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|warmup before|setup:|"
     r"step:\d+/\d+ train_loss|val_part |(counting )?n-grams|init of |stopping_early:|evaluating |"
     r"Serialized |Code size:|Total submission|peak memory|scoring the artifact|final_| *[a-z_]+  \S")
-
-
-def in_rows(text: str, break_words: bool = False) -> list[str]:
-    """The text in rows that fit the terminal, broken between words; further rows of a line are indented. A
-    word that is longer than a row, such as a path, is left whole unless break_words."""
-    rows = []
-    for line in text.splitlines() or [""]:
-        line = line.expandtabs()
-        further = " " * (len(line) - len(line.lstrip()) + 2)
-        rows += textwrap.wrap(line, shutil.get_terminal_size().columns, subsequent_indent=further,
-                              replace_whitespace=False, break_on_hyphens=False,
-                              break_long_words=break_words) or [""]
-    return rows
 
 
 class Progress:
@@ -67,118 +47,77 @@ class Progress:
         self.data: dict[str, Any] = {}      # of the run, as its first event tells it
         self.report: dict[str, Any] = {}    # the last one of a step
         self.reported = 0.0                 # when it came
-        self.trained = False
-        self.told: set[str] = set()         # lines about data, which preflight and the trainer have alike
+        self.stopped = False                # training, by a cap
         self.gpus: list[str] = []           # the card of each rank
         self.flops: list[tuple[int, float]] = []    # (first step of a stage, its FLOPs per token)
 
     def read(self, line: str) -> str | None:
         """Takes a line in. Returns what a terminal shows of it; None: nothing."""
         for start, stage in STAGES.items():
-            if line.startswith(start) and not (self.trained and stage == "training"):
-                self.enter(f"evaluating {line.split()[1]}" if stage == "evaluating" else stage)
-        if line.startswith("warmup before the clock, compiling: "):
-            self.enter(f"compiling, {line.partition('compiling: ')[2]} the first time")
-        if QUIET.match(line) or line in self.told:
-            return None
-        if line.startswith("data:"):
-            self.told.add(line)
-        return line
+            if line.startswith(start):
+                self.enter(stage or line)
+        return None if QUIET.match(line) else line
 
     def take(self, event: dict[str, Any]) -> None:
         """Takes in what an event tells."""
         kind = event["kind"]
         if kind == "start":
             self.data = event["data"]
-            if event["config"].get("eval_from"):
-                self.trained = True
-                self.enter("evaluating val_loss")
-        elif kind == "setup":
-            self.enter("training")
+        elif kind == "stop":
+            self.stopped = True
         elif kind == "train":
             self.report = event
             self.reported = time.monotonic()
+        goes_on = kind == "val" and event["step"] < event["steps"] and not self.stopped
+        if kind in ("setup", "train") or goes_on:
             self.enter("training")
-        elif kind == "stop":
-            self.trained = True
-        elif kind == "val":
-            self.trained = self.trained or event["step"] == event["steps"]
-            self.enter("writing the model" if self.trained else "training")
 
     def enter(self, stage: str) -> None:
         if stage != self.stage:
             self.stage = stage
             self.began = time.monotonic()
 
-    def bits_per_byte(self, loss: float) -> float | None:
-        """Bits per byte for a loss in nats per token; None if the val split's bytes per token are unknown."""
-        if not self.data.get("val_bytes"):
-            return None
-        return loss / math.log(2) * self.data["val_tokens"] / self.data["val_bytes"]
-
-    def mfu(self, step: int, rate: float) -> str:
-        """Model FLOPs utilization at so many tok/s; empty without a GPU."""
-        if not self.gpus:
-            return ""
-        flops = [each for first, each in self.flops if first <= step][-1]
-        return cards.mfu_text(flops * rate, self.gpus).partition(" of ")[0]
-
     def live(self) -> tuple[float | None, str]:
         """(part done or None, text) of the live line now."""
         now = time.monotonic()
-        if self.stage != "training" or not self.report:
-            return None, f"{self.stage}: {now - self.began:.0f} s"
         report = self.report
-        since = min(now - self.reported, report["eta"])
-        seconds = report["seconds"] + since
-        left = report["eta"] - since
-        bpb = self.bits_per_byte(report["mean_loss"])
+        if self.stage != "training" or not report:
+            return None, f"{self.stage}: {now - self.began:.0f} s"
+        left = max(0.0, report["eta"] - (now - self.reported))
+        seconds = report["seconds"] + report["eta"] - left
         rate = report["tokens"] / report["seconds"]
-        words = [f"step {report['step']:,}", f"loss {report['mean_loss']:.4f}",
-                 f"{bpb:.3f} bpb" if bpb else "", f"{rate:,.0f} tok/s", self.mfu(report["step"], rate),
-                 f"{left:.0f} s left"]
-        return seconds / max(seconds + left, 1e-9), ", ".join(filter(None, words))
+        words = [f"step {report['step']:,}", f"loss {report['mean_loss']:.4f}"]
+        if self.data.get("val_bytes"):
+            bits = report["mean_loss"] / math.log(2)
+            words.append(f"{bits * self.data['val_tokens'] / self.data['val_bytes']:.3f} bpb")
+        words.append(f"{rate:,.0f} tok/s")
+        if self.gpus:
+            flops = [each for first, each in self.flops if first <= report["step"]][-1]
+            words.append(cards.mfu_text(flops * rate, self.gpus).partition(" of ")[0])
+        words.append(f"{left:.0f} s left")
+        return seconds / max(seconds + left, 1e-9), ", ".join(words)
 
 
 class Screen:
-    """Where lines go: above a live line on a terminal that has tqdm, else straight out."""
+    """Where lines go: on a terminal above a live line, else straight out."""
     def __init__(self, terminal: bool) -> None:
         self.terminal = terminal
-        self.bar = None
-        self.ticked = 0.0
-        with suppress(ImportError):
-            if terminal:
-                from tqdm import tqdm
-                self.bar = tqdm(total=1.0, bar_format="{desc}", file=sys.stdout, leave=False, ascii=" #")
 
     def show(self, line: str, stream: TextIO) -> None:
-        if self.bar is not None:
-            self.bar.clear()
-            if stream.isatty():
-                line = "\n".join(in_rows(line))
+        self.hide()
         print(line, file=stream, flush=True)
-        if self.bar is not None:
-            self.bar.refresh()
 
     def tick(self, part: float | None, text: str) -> None:
         """The live line: with a bar where the part that is done is known."""
-        if self.bar is not None and time.monotonic() > self.ticked + 0.2:
-            self.ticked = time.monotonic()
-            known = "{percentage:3.0f}% |{bar:10}| {desc}"
-            self.bar.bar_format = "{desc}" if part is None else known
-            self.bar.ncols = shutil.get_terminal_size().columns - 1     # 79 where the terminal does not say
-            self.bar.n = min(part or 0.0, 1.0)
-            self.bar.set_description_str(text)
+        if self.terminal:
+            if part is not None:
+                text = f"{part:4.0%} |{'#' * round(10 * part):10}| {text}"
+            print(f"\r{text[:shutil.get_terminal_size().columns - 1]}{CLEAR}", end="", flush=True)
 
     def hide(self) -> None:
         """Clears the live line until the next one."""
-        if self.bar is not None:
-            self.bar.clear()
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        if self.terminal:
+            print(f"\r{CLEAR}", end="", flush=True)
 
 
 def pump(stream: TextIO, name: str, lines: queue.Queue[tuple[str, str | None]]) -> None:
@@ -210,37 +149,32 @@ def follow(child: Guarded, screen: Screen, progress: Progress, logger: "Logger",
            pulse: Pulse) -> bool:
     """Shows a trainer's lines until it and all that it started have ended. Stops one that hangs. Returns
     whether it hung."""
-    patience = math.inf     # until a run that hangs is killed
+    hung = False
     for stream, line in lines_of(child):
-        if stream:
-            pulse.line(line)
-        for event in pulse.read_events():
+        for event in pulse.read_events():       # before the line, which may end what they began
             progress.take(event)
             logger.take(event, pulse.folder)
+        if stream:
+            pulse.line(line)
         if stream == "stdout":
             show_line(line, screen, progress)
         elif stream == "stderr":
             screen.show(line, sys.stderr)
         else:
             signals.tell(screen)
-            hangs = patience == math.inf and pulse.overdue()
-            if hangs:
-                screen.show(hangs, sys.stderr)
-                child.send(signal.SIGTERM)
-                patience = time.monotonic() + guard.PATIENCE
-            if time.monotonic() > patience:
-                child.send(signal.SIGKILL, everyone=True)
+            if pulse.overdue() and not hung:
+                screen.show(pulse.overdue(), sys.stderr)
+                child.let_go()
+                hung = True
         screen.tick(*progress.live())
-    return patience < math.inf
+    return hung
 
 
 def show_line(line: str, screen: Screen, progress: Progress) -> None:
     """A line of stdout; on a terminal, if it is to be shown there."""
     shown = progress.read(line)
-    if screen.bar is None:
-        shown = line
-    if shown is not None:
-        screen.show(shown, sys.stdout)
+    if shown is not None or not screen.terminal:
+        screen.show(line, sys.stdout)
 
 
 # ------------------------------------------------------------ signals
@@ -298,19 +232,27 @@ class Signals:
             self.child.go_on()
 
 
-# ------------------------------------------------------------ the track
-def target_of(result: dict[str, Any]) -> dict[str, Any]:
-    """What records/targets.json has for the run's track; {} where the run changes what the track fixes, or
-    its recipe has no track."""
-    fixed = {"data_path", "data_fingerprint", "val_tokens", "eval_context", "iterations",
-                  "max_wallclock_seconds"}
-    if fixed & {*result["overrides"]}:
-        return {}
-    return json.loads(inputs.read_text(HOME / "targets.json")).get(track_of(result["preset"]), {})
-
-
 # ------------------------------------------------------------ LOGGER
 LOGGERS = ("tensorboard", "wandb", "trackio")       # the last has the interface of wandb
+
+
+class TensorBoard:
+    """TensorBoard with the interface of wandb."""
+    def __init__(self, folder: Path, config: dict[str, str]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        rows = "\n".join(f"| {name} | {value} |" for name, value in config.items())
+        self.writer.add_text("config", f"| constant | value |\n| --- | --- |\n{rows}")
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        for name, value in values.items():
+            if isinstance(value, str):
+                self.writer.add_text(name, f"```\n{value}\n```")
+            else:
+                self.writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self.writer.close()
 
 
 class Logger:
@@ -318,139 +260,69 @@ class Logger:
     warning the run goes on without one that fails."""
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.run: Any = None        # of the library that kind names
-        self.config: dict[str, str] = {}
-        if kind == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
-            self.module = SummaryWriter
-        elif kind:
-            self.module = import_module(kind)
-
-    def take(self, event: dict[str, Any], folder: Path) -> None:
-        """An event of the run in that folder: constants, scalars of a step."""
-        if self.kind:
-            self.safely(self.read, event, folder)
+        self.run: Any = None        # of wandb's interface
 
     def safely(self, do: Callable[..., None], *args: Any) -> None:
         try:
             do(*args)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            print(failed(self.kind, error), file=sys.stderr, flush=True)
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            print(f"run.sh: LOGGER={self.kind} failed ({why}); the run goes on without it", file=sys.stderr,
+                  flush=True)
             self.kind = ""
             self.run = None
 
-    def read(self, event: dict[str, Any], folder: Path) -> None:
+    def take(self, event: dict[str, Any], folder: Path) -> None:
+        """An event of the run in that folder: constants, scalars of a step."""
         kind = event["kind"]
-        if kind == "start":
-            self.config = event["config"]
-        if kind == "setup" and not self.run:        # it trains
-            self.open(folder)
-        if self.run and kind in ("train", "val", "val_part"):
+        if kind == "start" and self.kind and not self.run:
+            self.safely(self.open, folder, event["config"])
+        elif self.run and kind in ("train", "val", "val_part"):
             values = {name: value for name, value in event.items()
                       if name not in ("kind", "step", "steps") and value is not None}
             if kind == "val_part":
                 values = {"val_part_loss": event["val_loss"]}
-            self.scalars(event["step"], values)
+            self.safely(self.run.log, values, event["step"])
 
-    def open(self, folder: Path) -> None:
+    def open(self, folder: Path, config: dict[str, str]) -> None:
         if self.kind == "tensorboard":
-            self.run = self.module(str(folder / "tensorboard"))
-            rows = "\n".join(f"| {name} | {value} |" for name, value in self.config.items())
-            self.run.add_text("config", f"| constant | value |\n| --- | --- |\n{rows}")
+            self.run = TensorBoard(folder, config)
         else:
             os.environ.setdefault("WANDB_DIR", str(folder))
-            self.run = self.module.init(project="train_gpt", name=folder.name, config=self.config)
+            library = import_module(self.kind)
+            self.run = library.init(project="train_gpt", name=folder.name, config=config)
 
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        if self.kind == "tensorboard":
-            for name, value in values.items():
-                self.run.add_scalar(name, value, step)
-        else:
-            self.run.log(values, step=step)
-
-    def close(self, samples: list[str]) -> None:
-        """Hands on the samples, as one text, and ends."""
+    def close(self, samples: str) -> None:
+        """Hands on the samples and ends."""
         if self.run:
             self.safely(self.finish, samples)
 
-    def finish(self, samples: list[str]) -> None:
-        text = "\n".join(samples)
-        if self.kind == "tensorboard":
-            self.run.add_text("samples", f"```\n{text}\n```")
-            self.run.close()
-        else:
-            self.run.log({"samples": text})
-            self.run.finish()
-
-
-def failed(kind: str, error: BaseException) -> str:
-    why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    return f"run.sh: LOGGER={kind} failed ({why}); the run goes on without it"
+    def finish(self, samples: str) -> None:
+        self.run.log({"samples": samples})
+        self.run.finish()
 
 
 def open_logger(kind: str) -> Logger | None:
     """Logger, or None after saying why there cannot be one."""
     if kind not in ("", *LOGGERS):
-        why = f"LOGGER={kind} is none of {', '.join(LOGGERS)}"
-    else:
-        try:
-            return Logger(kind)
-        except ImportError:
-            python = os.path.relpath(sys.executable)
-            install = f"{python} -m pip install" if find_spec("pip") else f"uv pip install --python {python}"
-            why = f"LOGGER={kind} needs the package {kind}: {install} {kind}"
-        except Exception as error:      # it is there, but broken
-            print(failed(kind, error), file=sys.stderr, flush=True)
-            return Logger("")
-    print(f"run.sh: {why}", file=sys.stderr)
-    return None
+        print(f"run.sh: LOGGER={kind} is none of {', '.join(LOGGERS)}", file=sys.stderr)
+        return None
+    if kind and find_spec(kind) is None:
+        print(f"run.sh: LOGGER={kind} needs the package {kind}: {os.path.relpath(sys.executable)} -m pip "
+              f"install {kind}", file=sys.stderr)
+        return None
+    return Logger(kind)
 
 
 # ------------------------------------------------------------ the end
-def samples_of(folder: Path) -> list[str]:
-    """What show.py has sampled from a run's model."""
-    path = folder / "samples.txt"
-    return inputs.read_text(path).splitlines() if path.exists() else []
-
-
 def show_result(folder: Path, code: int, env: Mapping[str, str], signals: Signals, logger: Logger) -> None:
     """Samples, loss.png and the last screen, if a run has finished; whatever becomes of them, it has. code:
     its exit code."""
-    samples = []
+    samples = folder / "samples.txt"
     if code == 0 and (folder / "result.json").exists():
         # the run's own are in its result.json: a flag goes before a variable
         others = {name: env[name] for name in env if name not in ("DATA_PATH", "TOKENIZER_PATH")}
         showing = Guarded([*SHOW, str(folder)], others)
         signals.follow(showing)
         showing.wait()
-        samples = samples_of(folder)
-    logger.close(samples)
-
-
-def main(words: list[str]) -> int:
-    """Runs a script, shown as ./run.sh shows the trainer. Returns its exit code."""
-    if not words:
-        print("watch: which script? python -m tools.run.watch SCRIPT [WORD ...]", file=sys.stderr)
-        return 2
-    logger = open_logger(os.environ.get("LOGGER", ""))
-    if not logger:
-        return 2
-    env = {name: text for name, text in os.environ.items() if name != "LOGGER"}     # which is heeded here
-    screen = Screen(sys.stdout.isatty())
-    signals = Signals()
-    child = Guarded(words, env, subprocess.PIPE, subprocess.PIPE)
-    pulse = Pulse()
-    signals.follow(child)
-    try:
-        hung = follow(child, screen, Progress(), logger, signals, pulse)
-    finally:
-        screen.close()
-    code = child.wait()
-    code = 1 if hung else code
-    show_result(pulse.folder or Path(), code, env, signals, logger)
-    return code
-
-
-if __name__ == "__main__":
-    inputs.steady_output()
-    sys.exit(main(sys.argv[1:]))
+    logger.close(inputs.read_text(samples) if samples.exists() else "")
