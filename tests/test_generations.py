@@ -110,8 +110,7 @@ def test_check_finds_the_script_again(by_tool, here):
                  (of("golf"), "golf_plus", first, False), (of("golf") + b"\n", "golf", first, False),
                  (of("golf"), "golf", "0" * 40, None)]
     for made, preset, commit, fine in cases:
-        folder = SimpleNamespace(script=made, submission={"git_commit": commit},
-                                 runs=[SimpleNamespace(result={"preset": preset})])
+        folder = record_of(made, commit, preset)
         if fine is False:
             with pytest.raises(checks.Broken, match="has another train_gpt.py than the folder"):
                 evidence.check_commit(folder, None)
@@ -119,11 +118,17 @@ def test_check_finds_the_script_again(by_tool, here):
             with pytest.raises(checks.LeftOut, match="is not in this repository"):
                 evidence.check_commit(folder, None)
         else:
-            assert bool(evidence.check_commit(folder, None)) == bool(fine)
+            evidence.check_commit(folder, None)
+
+
+def record_of(script, commit, preset):
+    """A record, as far as its script goes."""
+    return SimpleNamespace(script=script, submission={"git_commit": commit},
+                           runs=[SimpleNamespace(result={"preset": preset})])
 
 
 def changed_lines(before, after):
-    compared = scripts.of_one_kind(scripts.Source(*before), scripts.Source(*after))
+    compared = scripts.of_one_kind(record_of(*before), record_of(*after))
     diff = folders.code_diff(*compared)
     return [line for line in diff.splitlines() if line[0] in "+-"]
 
@@ -149,12 +154,7 @@ def test_diffs_compare_scripts_of_one_kind(here):
     assert lines == [f"--- before/train_gpt.py, golf of {first[:9]}", "+++ train_gpt.py", *RATES]
     lines = changed_lines((of("golf"), first, "golf"), (LATER.encode(), second, "golf"))
     assert lines == ["--- before/train_gpt.py", f"+++ train_gpt.py, golf of {second[:9]}", *RATES]
-    # an older file has no recipes: whole with whole
-    compared = scripts.of_one_kind(scripts.Source(old, "not committed", "tiny"),
-                                   scripts.Source(of("tiny"), first, "tiny"))
-    whole = f"train_gpt.py, whole, of {first[:9]}", WHOLE.encode()
-    assert compared == [("before/train_gpt.py", old), whole]
-    with pytest.raises(runs.Refused, match="commit train_gpt.py before you train"):
+    with pytest.raises(runs.Refused, match="commit train_gpt.py before you train"):     # it has no recipes
         changed_lines((old, "not committed", "tiny"), (of("tiny"), "not committed", "tiny"))
 
 
@@ -176,14 +176,8 @@ def test_runs_of_one_recipe_make_a_record(tool, few_data, tmp_path, monkeypatch)
     made = next(tmp_path.glob("records/track_tiny/*"))
     assert (made / "train_gpt.py").read_bytes() == of("tiny")
     assert (made / "train_seed2.log").stat().st_size < 20_000 < (made / "train.log").stat().st_size
-    out = tool("check", "--no-exec", "--verbose", made)[1]
+    out = tool("check", "--no-exec", made)[1]
     assert failed_rules(out) == {"data", "runs"}, out
-    log = (made / "train.log").read_text()
-    table = re.search(r"(?m)^stage table: from_step tokens_per_step\n( +\d+ +\d+\n)+", log)[0]
-    (made / "train.log").write_text(log.replace(table, re.sub(r" \d+\n", " 256\n", table)))
-    assert re.search("FAIL +steps and times .*tok/s", tool("check", "--no-exec", made)[1])
-    (made / "train.log").write_text(log.replace(table, ""))
-    assert "train.log has no table of stages" in tool("check", "--no-exec", made)[1]
 
 
 # ------------------------------------------------------------ generations
@@ -241,7 +235,6 @@ def test_the_leak_probe_opens_it(trained, monkeypatch):
     script_file = trained.root / "train_gpt.py"
     said = leak_probe.judge(script_file, artifact, env, seconds=LONG, seed=0)
     assert "the artifact: the largest effect on an earlier log-probability is 0," in said
-    assert leak_probe.configurations(script_file, [{"MATRIX_LR": "0.5"}], LONG)[0]["matrix_lr"] == "0.5"
 
 
 def test_export_opens_it(trained, tool, tmp_path):
