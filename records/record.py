@@ -119,8 +119,8 @@ COMMANDS = {
         option("--baseline", "a run of the record before on this machine; once for each", metavar="RUN",
                **EACH),
         option("--into", "folder of the track folders (without it records/)", **TEXT),
-        option("--systems-change", "only the speed changed: the test against the target is waived", **SWITCH),
-        option("--whole", "take a script with several recipes", **SWITCH)]),
+        option("--systems-change", "only the speed changed: the test against the target is waived",
+               **SWITCH)]),
     "check": Command(
         check, "Recomputes whatever a record folder claims. Runs its code unless --no-exec is given.", [
             option("folder", "a record folder", metavar="FOLDER"),
@@ -128,7 +128,6 @@ COMMANDS = {
             option("--no-exec", "run no code of the folder", **SWITCH),
             option("--artifact", "an artifact that is too large for the folder; once for each",
                    metavar="PATH", **EACH),
-            option("--verbose", "a line for each rule, not only for those that fail", **SWITCH),
             option("--replay", "train the first N steps again and compare the losses", default=0, **NUMBER),
             option("--seed", "with --replay: the run of this seed, not train.log's", type=int, metavar="K"),
             # golf at its own size: 195 on 2 cores

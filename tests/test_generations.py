@@ -110,14 +110,18 @@ def test_check_finds_the_script_again(by_tool, here):
                  (of("golf"), "golf_plus", first, other), (of("golf") + b"\n", "golf", first, other),
                  (of("golf"), "golf", "0" * 40, elsewhere)]
     for made, preset, named, outcome in cases:
-        folder = SimpleNamespace(script=made, submission={"git_commit": named},
-                                 runs=[SimpleNamespace(result={"preset": preset})])
         with outcome:
-            assert evidence.check_commit(folder, None)
+            evidence.check_commit(record_of(made, named, preset), None)
+
+
+def record_of(script, commit, preset):
+    """A record, as far as its script goes."""
+    return SimpleNamespace(script=script, submission={"git_commit": commit},
+                           runs=[SimpleNamespace(result={"preset": preset})])
 
 
 def changed_lines(before, after):
-    compared = scripts.of_one_kind(scripts.Source(*before), scripts.Source(*after))
+    compared = scripts.of_one_kind(record_of(*before), record_of(*after))
     diff = folders.code_diff(*compared)
     return [line for line in diff.splitlines() if line[0] in "+-"]
 
@@ -143,12 +147,7 @@ def test_diffs_compare_scripts_of_one_kind(here):
     assert lines == [f"--- before/train_gpt.py, golf of {first[:9]}", "+++ train_gpt.py", *RATES]
     lines = changed_lines((of("golf"), first, "golf"), (LATER.encode(), second, "golf"))
     assert lines == ["--- before/train_gpt.py", f"+++ train_gpt.py, golf of {second[:9]}", *RATES]
-    # an older file has no recipes: whole with whole
-    compared = scripts.of_one_kind(scripts.Source(old, "not committed", "tiny"),
-                                   scripts.Source(of("tiny"), first, "tiny"))
-    whole = f"train_gpt.py, whole, of {first[:9]}", WHOLE.encode()
-    assert compared == [("before/train_gpt.py", old), whole]
-    with pytest.raises(runs.Refused, match="commit train_gpt.py before you train"):
+    with pytest.raises(runs.Refused, match="commit train_gpt.py before you train"):     # it has no recipes
         changed_lines((old, "not committed", "tiny"), (of("tiny"), "not committed", "tiny"))
 
 
@@ -170,14 +169,8 @@ def test_runs_of_one_recipe_make_a_record(tool, few_data, tmp_path, monkeypatch)
     made = next(tmp_path.glob("records/track_tiny/*"))
     assert (made / "train_gpt.py").read_bytes() == of("tiny")
     assert (made / "train_seed2.log").stat().st_size < 20_000 < (made / "train.log").stat().st_size
-    out = tool("check", "--no-exec", "--verbose", made)[1]
+    out = tool("check", "--no-exec", made)[1]
     assert failed_rules(out) == {"data", "runs"}, out
-    log = (made / "train.log").read_text()
-    table = re.search(r"(?m)^stage table: from_step tokens_per_step\n( +\d+ +\d+\n)+", log)[0]
-    (made / "train.log").write_text(log.replace(table, re.sub(r" \d+\n", " 256\n", table)))
-    assert re.search("FAIL +steps and times .*tok/s", tool("check", "--no-exec", made)[1])
-    (made / "train.log").write_text(log.replace(table, ""))
-    assert "train.log has no table of stages" in tool("check", "--no-exec", made)[1]
 
 
 # ------------------------------------------------------------ generations
@@ -235,7 +228,6 @@ def test_the_leak_probe_opens_it(trained, monkeypatch):
     script_file = trained.root / "train_gpt.py"
     said = leak_probe.judge(script_file, artifact, env, seconds=LONG, seed=0)
     assert "the artifact: the largest effect on an earlier log-probability is 0," in said
-    assert leak_probe.configurations(script_file, [{"MATRIX_LR": "0.5"}], LONG)[0]["matrix_lr"] == "0.5"
 
 
 def test_export_opens_it(trained, tool, tmp_path):

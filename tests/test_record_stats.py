@@ -48,7 +48,7 @@ def edit(path, *keys, **values):
     for key in keys:
         part = part[key]
     part.update(values)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def speedrun_log(path, loss, seconds, source=SOURCE, every=250, total=2160, cut=False):

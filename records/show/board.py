@@ -12,7 +12,7 @@ from records.judge.runs import demand, show
 from records.judge.significance import describe, show_p
 from records.show.labels import without_date
 from records.verify import folders
-from records.verify.checks import LOOK_ONLY, Rule, first_difference, require
+from records.verify.checks import LOOK_ONLY, LeftOut, Rule, first_difference, require
 from records.verify.folders import NEWEST, RULES, Folder, rank_key, records_of, table
 from records.verify.rules import check
 
@@ -134,12 +134,12 @@ def board(say: Callable) -> None:
     say(f"wrote {os.path.relpath(path)}")
 
 
-def check_boards(folder: Folder, options: argparse.Namespace) -> str | None:
+def check_boards(folder: Folder, options: argparse.Namespace) -> None:
     """The tables of records/README.md and of the older rules are what rules and records make; verdicts and a
     record that the board does not list yet apart."""
     name = folder.submission.get("track")
     if not page_of(NEWEST).exists() or options is LOOK_ONLY:      # with which board() asks
-        return None
+        raise LeftOut
     text = inputs.read_text(page_of(NEWEST))
     records = {other: found for other, found in records_of(name).items()
                if other != folder.path.name or f"[{other}]" in text}
@@ -150,7 +150,6 @@ def check_boards(folder: Folder, options: argparse.Namespace) -> str | None:
         found = first_difference(told, content)
         where = f"records/{page.relative_to(folders.HOME)}, {part}"
         require(not found, f"{where} (line, as it is, as it is recomputed): {found}")
-    return f"the rules and the board of {name} are what rules and records make"
 
 
 BOARDS = Rule("rules and boards", check_boards)

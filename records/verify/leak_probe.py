@@ -8,11 +8,10 @@ worker processes with a time limit; they are asked for log-probabilities only an
 One worker sees the documents as they are, the other only changed ones, in random order and company.
 It finds mistakes and lazy tricks. Code that looks out for the probe can hide from it: read the source, too.
 
-Worker: python leak_probe.py SCRIPT ARTIFACT|- < requests > answers. A request is a line of JSON: {"tokens":
-[[...], ...]} asks for log-probabilities, {"configs": [environment, ...]} for the configurations that the
-script makes of them.
-ARTIFACT - means random weights for the configuration that the environment asks for: a leak is a property of
-the code, with any weights.
+Worker: python leak_probe.py SCRIPT ARTIFACT < requests > answers. A request is a line of JSON, rows of
+tokens; the answer is a line of JSON, the shape of their log-probabilities, and these as fp32.
+An empty ARTIFACT means random weights for the configuration that the environment asks for: a leak is a
+property of the code, with any weights.
 """
 import contextlib
 import importlib.util
@@ -35,11 +34,8 @@ LEAST = 2e-6            # nats that count as no change
 SUM_TOLERANCE = 1e-4    # of the sum of a row's probabilities
 ALIGNMENTS = (8, 16, 32, 64, 128)
 WINDOWS = 64            # tokens: the windows of all recipes are multiples
-SHORT_ROW = 1024        # tokens: most changes are tried on rows up to this length
+SHORT_ROW = 1024        # tokens: longer rows of an evaluation are probed up to this length
 KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")       # of ours, for a stranger's script
-
-
-NO_MODEL = "none"       # in place of an artifact: only configurations are asked for
 
 
 class ProbeFailed(Exception):
@@ -52,9 +48,6 @@ class Script:
     log_probs, and in older scripts the class of the model. env: constants of random weights."""
     def __init__(self, module: ModuleType, artifact: Path | str | None, env: Mapping[str, str]) -> None:
         self.module = module
-        self.cfg: Any = None
-        if artifact == NO_MODEL:
-            return
         if artifact:
             self.model, self.cfg = module.load_model(artifact)
         else:
@@ -71,24 +64,16 @@ class Script:
 
     def about(self) -> dict[str, int]:
         """{"T": tokens of a row, "V": of the vocabulary}"""
-        return {"T": self.cfg.train_seq_len, "V": self.cfg.vocab_size} if self.cfg else {}
-
-    def config(self, env: dict[str, str]) -> Any:
-        """{constant: text} of an environment, as a log of the script shows it."""
-        return {name: self.module.show(value) for name, value in vars(self.module.load_config(env)).items()}
-
-    def set_context(self, T: int) -> None:
-        """Models of rules version 1 must be told the length and the window of rows."""
-        window = self.cfg.window_schedule[-1]
-        if hasattr(self.module, "eval_window"):         # the oldest know only that of the last stage
-            window = self.module.eval_window(self.cfg)
-        self.model.set_context(T, window)
+        return {"T": self.cfg.train_seq_len, "V": self.cfg.vocab_size}
 
     def log_probs(self, tokens: np.ndarray) -> np.ndarray:
         """tokens (B, T) int64 -> (B, T, V) fp32."""
         import torch
-        if hasattr(self.model, "set_context"):
-            self.set_context(tokens.shape[1])
+        if hasattr(self.model, "set_context"):      # rules version 1: must be told length and window of rows
+            window = self.cfg.window_schedule[-1]
+            if hasattr(self.module, "eval_window"):         # the oldest know only that of the last stage
+                window = self.module.eval_window(self.cfg)
+            self.model.set_context(tokens.shape[1], window)
         with torch.no_grad():
             found = self.module.log_probs(self.model, torch.from_numpy(tokens.copy()))
         return found.float().contiguous().numpy()
@@ -102,17 +87,8 @@ def random_weights(model: Any) -> None:
         p.data.normal_(0, 1 if p.ndim < 2 else max(p.shape) ** -0.5, generator=generator)
 
 
-def open_script(path: Path | str, artifact: Path | str | None, env: Mapping[str, str]) -> Script:
-    """Imports the script at path. artifact: a path, or None for random weights."""
-    sys.path.insert(0, str(Path(path).resolve().parent))        # companions of old scripts
-    spec = importlib.util.spec_from_file_location("train_gpt", path)
-    module = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return Script(module, artifact, env)
-
-
-def serve(path: Path | str, artifact: Path | str | None) -> None:
-    """Loads the model, says what it is about, answers requests until there are no more."""
+def serve(path: Path, artifact: Path | str | None) -> None:
+    """Imports the script, loads the model, says what it is about, answers requests to the last."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)       # what the script prints goes to stderr
 
@@ -120,14 +96,15 @@ def serve(path: Path | str, artifact: Path | str | None) -> None:
         answers.write(json.dumps(head).encode() + b"\n" + raw)
         answers.flush()
 
-    script = open_script(path, None if artifact == "-" else artifact, os.environ)
+    sys.path.insert(0, str(path.resolve().parent))      # companions of old scripts
+    spec = importlib.util.spec_from_file_location("train_gpt", path)
+    module = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    script = Script(module, artifact, os.environ)
     answer(script.about())
-    for asked in map(json.loads, sys.stdin):
-        if "configs" in asked:
-            answer([script.config(env) for env in asked["configs"]])
-        else:
-            found = script.log_probs(np.array(asked["tokens"], np.int64))
-            answer(list(found.shape), found.tobytes())
+    for rows in map(json.loads, sys.stdin):
+        found = script.log_probs(np.array(rows, np.int64))
+        answer(list(found.shape), found.tobytes())
 
 
 # ------------------------------------------------------------ the judge
@@ -140,29 +117,16 @@ class Model:
     """The worker seen from the judge: a function from tokens to log-probabilities."""
     def __init__(self, script: Path | str, artifact: Path | str | None, env: dict[str, str],
                  seconds: float) -> None:
-        command = [sys.executable, __file__, str(script), str(artifact or "-")]
+        command = [sys.executable, __file__, str(script), str(artifact or "")]
         # The folder stays as it is, and threads of a waiting worker sleep
         own = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         self.errors = tempfile.TemporaryFile()
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=self.errors, env=clean_environment() | own | env)
-        self.seconds = seconds
-        self.late = False
-        self.timer = threading.Timer(seconds, self.stop)
+        self.timer = threading.Timer(seconds, self.process.kill)
         self.timer.daemon = True
         self.timer.start()
         self.about = self.answer()
-
-    def stop(self) -> None:
-        self.late = True
-        self.process.kill()
-
-    def ask(self, request: dict[str, Any]) -> Any:
-        """The head of the answer. Raises ProbeFailed."""
-        with contextlib.suppress(BrokenPipeError):      # answer() says why it ended
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
-        return self.answer()
 
     def answer(self) -> Any:
         """The next line of JSON. Raises ProbeFailed."""
@@ -172,13 +136,16 @@ class Model:
         self.errors.seek(0)
         said = self.errors.read().decode(errors="replace").split("\n")
         why = next((line.strip() for line in reversed(said) if line.strip()), "it ended without a word")
-        if self.late:
-            why = f"no answer within {self.seconds:.0f} s"
+        if not self.timer.is_alive():       # it has killed the worker
+            why = "it took too long"
         raise ProbeFailed(f"the script does not answer: {why[:200]}")
 
     def log_probs(self, tokens: np.ndarray) -> np.ndarray:
         """tokens (B, T) -> (B, T, V) fp32."""
-        shape = self.ask({"tokens": tokens.tolist()})
+        with contextlib.suppress(BrokenPipeError):      # answer() says why it ended
+            self.process.stdin.write(json.dumps(tokens.tolist()).encode() + b"\n")
+            self.process.stdin.flush()
+        shape = self.answer()
         wanted = [*tokens.shape, self.about["V"]]
         if shape != wanted:
             raise ProbeFailed(f"log_probs of tokens {tokens.shape} has shape {shape}, not {wanted}")
@@ -217,22 +184,13 @@ def documents(T: int, V: int, val_files: Sequence[Path],
     return found
 
 
-def check_finite(rows: np.ndarray, kind: str) -> None:
-    """Raises ProbeFailed; -inf is the log of 0."""
-    if np.isnan(rows).any() or (rows == np.inf).any():
-        raise ProbeFailed(f"log_probs are not finite ({kind})")
-
-
 def check_rows(rows: np.ndarray, kind: str) -> None:
     """Every (V,) of rows (…, V) is a distribution. Raises ProbeFailed."""
-    check_finite(rows, kind)
-    parts = max(1, rows.size >> 19)     # fp64 of so many fits into the cache
-    for part in np.array_split(rows.reshape(-1, rows.shape[-1]), parts):
-        sums = np.exp(part).sum(-1, dtype=np.float64)
-        worst = float(sums[np.abs(sums - 1).argmax()])
-        if abs(worst - 1) > SUM_TOLERANCE:
-            raise ProbeFailed(f"log_probs are no distribution ({kind}): the probabilities of a position sum "
-                              f"to {worst:.6g}")
+    sums = np.exp(rows).sum(-1, dtype=np.float64)
+    worst = sums.flat[np.abs(sums - 1).argmax()]       # of NaN the place
+    if not abs(worst - 1) <= SUM_TOLERANCE:
+        raise ProbeFailed(f"log_probs are no distribution ({kind}): the probabilities of a position sum to "
+                          f"{worst:.6g}")
 
 
 def largest_change(now: np.ndarray, before: np.ndarray) -> float:
@@ -279,8 +237,7 @@ def try_places(fresh: Model | Script, kind: str, document: np.ndarray, base: np.
         for row, t in zip(rows, batch):
             row[t + 1:] = (document[t + 1:] + rng.integers(1, V, T - t - 1)) % V
         for t, row in zip(batch, fresh.log_probs(rows)):
-            check_finite(row[:t + 1], f"{kind}, changed")   # if they are those of base, they sum to 1, too
-            check_rows(row[t + 1:], f"{kind}, changed")
+            check_rows(row, f"{kind}, changed")
             effect = largest_change(row[:t + 1], base[:t + 1])
             worst = max(worst, effect)
             if effect > limit:
@@ -291,22 +248,17 @@ def try_places(fresh: Model | Script, kind: str, document: np.ndarray, base: np.
 
 def probe(fresh: Model | Script, seen: Model | Script, T: int, V: int, val_files: Sequence[Path],
           rng: np.random.Generator) -> tuple[int, float, list[str]]:
-    """Asks the worker `seen` for documents of T tokens, the worker `fresh` for changed ones: a few of a long
-    document. Returns (changes tried, the largest effect, kinds of documents). Raises ProbeFailed."""
+    """Asks the worker `seen` for documents of T tokens, the worker `fresh` for changed ones. Returns (changes
+    tried, the largest effect, kinds of documents). Raises ProbeFailed."""
     tried = 0
     worst = 0.0
     kinds = []
-    is_long = T > SHORT_ROW
-    for i, (kind, document) in enumerate(documents(T, V, [] if is_long else val_files, rng)):
+    for kind, document in documents(T, V, val_files, rng):
         base = seen.log_probs(document[None])[0].copy()
         check_rows(base, kind)
-        if is_long:
-            places = [int(t) | 1 for t in rng.integers(0, T - 2, 2)]
-            limit = NOISE
-        else:
-            every = i == 0 and T <= 513 and T * V < 1 << 21     # small enough to try all places, once
-            places = [*range(T - 1)] if every else some_places(T, rng)
-            limit = max(LEAST, 10 * try_company(seen, kind, document, base, V, rng))
+        every = not kinds and T <= 513 and T * V < 1 << 21      # small enough to try all places, once
+        places = [*range(T - 1)] if every else some_places(T, rng)
+        limit = max(LEAST, 10 * try_company(seen, kind, document, base, V, rng))
         worst = max(worst, try_places(fresh, kind, document, base, V, places, limit, rng))
         tried += len(places)
         kinds.append(kind)
@@ -315,27 +267,15 @@ def probe(fresh: Model | Script, seen: Model | Script, T: int, V: int, val_files
 
 def judge(script: Path | str, artifact: Path | None, env: dict[str, str], val_files: Sequence[Path] = (),
           seconds: float = 120, context: int = 0, seed: int | None = None) -> str:
-    """Raises ProbeFailed. Returns what was tried, in one line. context: tokens of an evaluation row; of long
-    ones most changes are tried on 1,024 tokens and a few on all."""
+    """Raises ProbeFailed. Returns what was tried, in one line. context: tokens of an evaluation row."""
     rng = np.random.default_rng(seed)
-    with contextlib.ExitStack() as stack:
-        seen, fresh = (stack.enter_context(contextlib.closing(Model(script, artifact, env, seconds)))
-                       for _ in range(2))
-        full = context or seen.about["T"]
-        lengths = sorted({min(full, SHORT_ROW), full})
-        found = [probe(fresh, seen, T, seen.about["V"], val_files, rng) for T in lengths]
-    tried = sum(count for count, _, _ in found)
-    worst = max(effect for _, effect, _ in found)
+    with (contextlib.closing(Model(script, artifact, env, seconds)) as seen,
+          contextlib.closing(Model(script, artifact, env, seconds)) as fresh):
+        T = min(context or seen.about["T"], SHORT_ROW)
+        tried, worst, kinds = probe(fresh, seen, T, seen.about["V"], val_files, rng)
     weights = "the artifact" if artifact else "random weights"
-    return (f"{tried} changes of later tokens in {' and '.join(found[0][2])} of "
-            f"{' and '.join(map(str, lengths))}, {weights}: the largest effect on an earlier log-probability "
-            f"is {worst:.1g}, every row sums to 1")
-
-
-def configurations(script: Path | str, envs: list[dict[str, str]], seconds: float) -> list[Any]:
-    """[{constant: text}] that the script makes of environments. Raises ProbeFailed."""
-    with contextlib.closing(Model(script, NO_MODEL, {}, seconds)) as model:
-        return model.ask({"configs": envs})
+    return (f"{tried} changes of later tokens in {' and '.join(kinds)} of {T}, {weights}: the largest effect "
+            f"on an earlier log-probability is {worst:.1g}, every row sums to 1")
 
 
 def score(script: Path | str, artifact: Path | None, env: dict[str, str], val: np.ndarray,

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,74 +12,43 @@ from data import inputs
 from records.judge.runs import RULER, Refused, Run, demand, demand_no_dead_link, demand_samples, remove_folder
 from records.judge.scores import demand_comparable
 from records.verify import folders
-from records.verify.checks import ARTIFACT_LIMIT, json_text
+from records.verify.checks import ARTIFACT_LIMIT, same, same_values
 from records.verify.evidence import record_picture
 from records.verify.folders import (
-    NEWEST, ROOT, RULES, Folder, best_before, change_text, code_diff, computed, is_plain, open_run, read_json,
-    readme_of, records_of, sha256, shared_config, summary_of, track_of)
-from records.verify.scripts import Source, git_commit, of_one_kind, recipes_of, source_of
-
-
-def siblings(paths: list[str], chosen: set[str], first: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """{run_id: result} of the finished runs beside those at paths, and in logs/, that are not chosen but have
-    the code and constants of the result `first`."""
-    found = {}
-    for parent in {Path(path).resolve().parent for path in paths} | {Path("logs").resolve(), ROOT / "logs"}:
-        for path in sorted(parent.glob("*/result.json")):
-            with contextlib.suppress(Refused, KeyError, AttributeError):
-                result = read_json(path)
-                alike = (result["code_sha256"] == first["code_sha256"]
-                         and shared_config(result["config"]) == shared_config(first["config"]))
-                if result["run_id"] not in chosen and result["steps"] and alike:
-                    found[result["run_id"]] = result
-    return found
+    NEWEST, ROOT, RULES, Folder, best_before, change_text, code_diff, computed, is_plain, json_text, open_run,
+    read_json, readme_of, records_of, sha256, shared_config, summary_of, track_of)
+from records.verify.scripts import git_commit, of_one_kind
 
 
 def check_alike(opened: list[Run]) -> None:
-    """Refuses runs that differ in more than the seed, or in less, and those with files beside the script. The
-    seed is what the log says."""
+    """Refuses runs that differ in more than the seed, or in less. The seed is what the log says."""
     first = opened[0].result
-    expected = shared_config(first["config"])
+    other = f"run {first['run_id']}"
     for run in opened:
         result = run.result
-        name = result["run_id"]
-        config = shared_config(result["config"])
-        demand(not result.get("companions"), f"run {name} loaded files from beside its script: since rules "
-               "version 2 a record holds train_gpt.py alone, so train it with today's")
-        demand(result["code_sha256"] == first["code_sha256"],
-               f"run {name} has other code than {first['run_id']}")
-        for key in sorted({*config, *expected}):
-            demand(config.get(key) == expected.get(key),
-                   f"run {name} has {key}={config.get(key)}, {first['run_id']} has {expected.get(key)}")
-    demand_each_seed_once(opened)
-    for run in opened:
-        seed = run.result["seed"]
-        demand(run.seed_in_lines in (-1, seed), f"run {run.result['run_id']}: its log says seed "
-               f"{run.seed_in_lines}, its result.json {seed}")
+        name = f"run {result['run_id']}"
+        same(name, "code_sha256", result["code_sha256"], other, first["code_sha256"])
+        same_values(name, "", shared_config(result["config"]), other, shared_config(first["config"]))
+        demand(run.seed_in_lines in (-1, result["seed"]),
+               f"{name}: its log says seed {run.seed_in_lines}, its result.json {result['seed']}")
     demand_samples(opened)
 
 
-def demand_each_seed_once(runs: list[Run]) -> None:
-    """Refuses runs of which two have one seed."""
-    counts = Counter(run.result["seed"] for run in runs)
-    repeated = [seed for seed, count in counts.items() if count > 1]
-    demand(not repeated, f"seed {repeated and repeated[0]} is used by more than one run")
-
-
-def demand_one_recipe(run: Run, whole: bool) -> None:
-    """Refuses a run of a script with several recipes, unless the whole of it is wanted."""
-    recipes = recipes_of(inputs.read_bytes(run.path.parent / "train_gpt.py"))
-    demand(whole or len(recipes) < 2, f"run {run.result['run_id']} has a script with {len(recipes)} recipes, "
-           f"and a record shows its own: train it by `./run.sh {run.result['preset']} --script`; --whole "
-           "makes a record of the whole file")
-
-
 def excluded_runs(args: argparse.Namespace, opened: list[Run]) -> list[dict[str, Any]]:
-    """The runs of the same code and constants that are left out, as submission.json lists them. Raises
-    Refused where one has no reason."""
+    """The finished runs of the same code and constants that are left out, as submission.json lists them.
+    Raises Refused where one has no reason."""
     first = opened[0].result
     metric = RULES[NEWEST].tracks[track_of(first["preset"])].metric
-    others = siblings(args.runs, {run.result["run_id"] for run in opened}, first)
+    chosen = {run.result["run_id"] for run in opened}
+    places = {Path(path).resolve().parent for path in args.runs} | {Path("logs").resolve(), ROOT / "logs"}
+    others = {}         # {run_id: result}, beside those that are chosen, and in logs/
+    for path in sorted(path for place in places for path in place.glob("*/result.json")):
+        with contextlib.suppress(Refused, KeyError, AttributeError):
+            result = read_json(path)
+            alike = (result["code_sha256"] == first["code_sha256"]
+                     and shared_config(result["config"]) == shared_config(first["config"]))
+            if result["run_id"] not in chosen and result["steps"] and alike:
+                others[result["run_id"]] = result
     reasons = {}
     for pair in args.exclude:
         run_id, _, reason = pair.partition("=")
@@ -88,8 +56,6 @@ def excluded_runs(args: argparse.Namespace, opened: list[Run]) -> list[dict[str,
     for name in others:
         demand(reasons.get(name), f"run {name} has the same code and constants: include it, or give "
                f"--exclude {name}=reason")
-    unknown = [name for name in reasons if name not in others]
-    demand(not unknown, f"--exclude {unknown and unknown[0]}: no finished run of the same code and constants")
     return [{"run_id": name, "seed": other["seed"], "value": other.get(metric), "reason": reasons[name]}
             for name, other in others.items()]
 
@@ -129,23 +95,17 @@ def new(args: argparse.Namespace, say: Callable) -> str:
     first = opened[0].result
     track = track_of(first["preset"])
     demand(track in RULES[NEWEST].tracks, f"preset {first['preset']} has no track")
-    demand_one_recipe(opened[0], args.whole)
     excluded = excluded_runs(args, opened)
     for text in (args.name, args.author, args.github_id, args.blurb, args.ai_disclosure, *args.exclude):
         demand(is_plain(text), f"{text[:60]!r}: must be one line without < > | * # [ ] \\ ` or addresses")
     baseline = [open_run(path) for path in args.baseline]
-    demand_each_seed_once(baseline)
+    demand_samples(baseline)
     # 2. which record before
     earlier = records_of(track)
     before = args.before or best_before(earlier, first["hardware"])
     demand(before in ("none", *earlier), f"--before {before} is no record of track {track}")
     runs_before = earlier[before].runs if before != "none" else []
     demand_comparable([*opened, *baseline, *runs_before], RULES[NEWEST].tracks[track].metric)
-    if before != "none":
-        then = earlier[before].runs[0].result["config"]
-        for name, value in first["config"].items():     # those that differ stand in a table
-            demand(is_plain(value) or value == then.get(name),
-                   f"constant {name}={value[:60]!r} differs from the record before and breaks its page")
     # 3. the files
     models = [model_of(run) for run in opened[:2]]
     date = max(run.result["finished"] for run in opened)[:10]
@@ -157,25 +117,26 @@ def new(args: argparse.Namespace, say: Callable) -> str:
     remove_folder(folder)
     folder.mkdir(parents=True)
     copy_files(folder, opened, baseline, models)
-    script = inputs.read_bytes(folder / "train_gpt.py")
-    commit = git_commit(script, first["preset"])
+    commit = git_commit(inputs.read_bytes(folder / "train_gpt.py"), first["preset"])
     submission = dict(
         author=args.author, github_id=args.github_id, name=args.name, blurb=args.blurb, date=date,
         track=track, rules_version=NEWEST, ai_disclosure=args.ai_disclosure, git_commit=commit,
-        systems_change=args.systems_change, artifact_sha256=sha256(inputs.read_bytes(models[0])), before=None,
-        code_change="", excluded=excluded)
+        systems_change=args.systems_change,
+        artifact_sha256=sha256(inputs.read_bytes(models[0])), before=None, code_change="", excluded=excluded)
     if before != "none":
-        diff = code_diff(*of_one_kind(source_of(earlier[before]), Source(script, commit, first["preset"])))
-        (folder / "changes.diff").write_text(diff, encoding="utf-8")
-        submission |= {"before": summary_of(before, earlier[before]), "code_change": change_text(diff)}
+        submission["before"] = summary_of(before, earlier[before])
     (folder / "submission.json").write_text(json_text(submission), encoding="utf-8")
-    record_picture(Folder(folder), earlier, folder / "loss.png")
+    made = Folder(folder)
+    record_picture(made, earlier, folder / "loss.png")
+    if before != "none":
+        diff = code_diff(*of_one_kind(earlier[before], made))
+        (folder / "changes.diff").write_text(diff, encoding="utf-8")
+        submission["code_change"] = change_text(diff)
     listed = [path for path in sorted(folder.iterdir()) if path.name != "submission.json"]
     submission["files"] = {path.name: sha256(inputs.read_bytes(path)) for path in listed}
     # 4. the numbers, from what was copied
-    for _ in range(2):
-        (folder / "submission.json").write_text(json_text(submission), encoding="utf-8")
-        submission |= computed(Folder(folder))
+    submission |= computed(made)
+    (folder / "submission.json").write_text(json_text(submission), encoding="utf-8")
     (folder / "README.md").write_text(readme_of(Folder(folder)), encoding="utf-8")
     folder.rename(final)
     say(f"made {os.path.relpath(final)}; now `record check` it, then `record board`")

@@ -4,63 +4,32 @@ makes it, and two scripts of one kind, whose difference a record shows.
 There are whole files, which hold a registry of recipes; what the tool makes of one, with a single recipe; and
 older whole files, which have no registry, so that no tool makes anything of them.
 """
-import ast
 import functools
 import io
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
-from typing import Any, NamedTuple
 
-from records.judge.runs import Refused
-from records.verify.folders import ROOT, Folder
+from records.verify.folders import ROOT, Folder, LeftOut
 
 UNKNOWN = "not committed"       # in place of a commit
 TOOL = ("tools/run/script.py", "tools/script.py")       # what makes a script, and where older commits have it
 
 
-class Source(NamedTuple):
-    """The script of a record and where it comes from."""
-    script: bytes
-    commit: str
-    preset: str
-
-
-def source_of(folder: Folder) -> Source:
-    """Source of a record of ours."""
-    preset = folder.runs[0].result["preset"]
-    return Source(folder.script, folder.submission["git_commit"], preset)
-
-
-def git(*words: str, **more: Any) -> bytes:
+def git(*words: str) -> bytes:
     """stdout of a git command in this repository; nothing where it fails or git is not there."""
     try:
-        return subprocess.run(["git", *words], capture_output=True, cwd=ROOT, **more).stdout
+        return subprocess.run(["git", *words], capture_output=True, cwd=ROOT).stdout
     except FileNotFoundError:
         return b""
 
 
-def is_known(commit: str) -> bool:
-    """Does this repository have the commit?"""
-    return git("cat-file", "-t", commit).strip() == b"commit"
-
-
-def recipes_of(script: bytes) -> list[str]:
-    """The presets in a script's registry; none in older ones, or in what is no Python."""
-    try:
-        nodes = ast.parse(script).body
-    except (SyntaxError, ValueError, RecursionError):
-        return []
-    for node in nodes:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RECIPES":
-            return [keyword.arg for keyword in getattr(node.value, "keywords", ())]
-    return []
-
-
-def whole_at(commit: str) -> bytes:
-    """train_gpt.py of a commit; b"" where this repository does not know it."""
-    return git("show", f"{commit}:train_gpt.py") if is_known(commit) else b""
+def has_one_recipe(script: bytes) -> bool:
+    """Does a script's registry hold a single recipe? Older ones have none."""
+    registry = re.search(rb"(?ms)^RECIPES = dict\((.*?)\)", script)
+    return bool(registry) and registry[1].count(b"=") == 1
 
 
 @functools.cache
@@ -78,46 +47,33 @@ def made_at(commit: str, preset: str) -> bytes:
     return b"" if made.returncode else made.stdout
 
 
-def is_made_at(commit: str, script: bytes, preset: str) -> bool:
-    """Is a script the whole file of a commit, or what the tool makes of it for the preset?"""
-    return script == whole_at(commit) or len(recipes_of(script)) == 1 and script == made_at(commit, preset)
-
-
 def git_commit(script: bytes, preset: str) -> str:
     """The newest commit that holds a run's script, whole or as the tool makes it, or "not committed"."""
     commits = git("log", "--format=%H", "-n", "500", "--", "train_gpt.py", *TOOL).decode().split()
-    asked = "".join(f"{commit}:train_gpt.py\n" for commit in commits)
-    blobs = git("cat-file", "--batch-check=%(objectname)", input=asked.encode()).decode().splitlines()
-    blob = git("hash-object", "--stdin", input=script).decode().strip()
     lines = {*script.splitlines()[1:]}
-    one_recipe = len(recipes_of(script)) == 1
-    for commit, found in zip(commits, blobs):
-        if found == blob:
+    one_recipe = has_one_recipe(script)
+    for commit in commits:
+        whole = git("show", f"{commit}:train_gpt.py")
+        # all lines of a script are those of the whole file, but for the first one and the registry
+        looks_made = one_recipe and len(lines - {*whole.splitlines()}) <= 1
+        if script == whole or looks_made and script == made_at(commit, preset):
             return commit
-        if one_recipe:
-            # all its lines are those of the whole file, but for the first one and the registry
-            unknown = lines - {*whole_at(commit).splitlines()}
-            if len(unknown) <= 1 and made_at(commit, preset) == script:
-                return commit
     return UNKNOWN
 
 
-def of_one_kind(before: Source, after: Source) -> list[tuple[str, bytes]]:
-    """Two Sources -> [(name, script)] of both for a diff. Where one is whole and the other has a single
-    recipe, the tool of the whole one's commit makes it one with a single recipe, too; of an older file, which
-    has no recipes, it cannot: then the whole file of the other one's commit is compared. Raises Refused."""
-    alone = [len(recipes_of(source.script)) == 1 for source in (before, after)]
+def of_one_kind(before: Folder, after: Folder) -> list[tuple[str, bytes]]:
+    """Two records -> [(name, script)] of both for a diff. Where one is whole and the other has a single
+    recipe, the tool of the whole one's commit makes it one with a single recipe, too. Raises LeftOut where it
+    cannot, as of an older file, which has no recipes."""
+    alone = [has_one_recipe(folder.script) for folder in (before, after)]
     shown = [("before/train_gpt.py", before.script), ("train_gpt.py", after.script)]
-    if alone[0] == alone[1]:
-        return shown
-    for i, source in enumerate((before, after)):
-        if not alone[i] and (made := made_at(source.commit, source.preset)):
-            shown[i] = f"{shown[i][0]}, {source.preset} of {source.commit[:9]}", made
-            return shown
-    for i, source in enumerate((before, after)):
-        if alone[i] and (whole := whole_at(source.commit)):
-            shown[i] = f"{shown[i][0]}, whole, of {source.commit[:9]}", whole
-            return shown
-    raise Refused("one of the scripts is whole, the other has a single recipe, and their commits are not "
-                  "here: commit train_gpt.py before you train, in a clone with its whole history, so that "
-                  "scripts of one kind are compared")
+    for i, folder in enumerate((before, after)):
+        if any(alone) and not alone[i]:
+            commit = folder.submission["git_commit"]
+            preset = folder.runs[0].result["preset"]
+            made = made_at(commit, preset)
+            if not made:
+                raise LeftOut("one of the scripts is whole, the other has a single recipe, and its commit is "
+                              "not here: commit train_gpt.py before you train, in a clone with all history")
+            shown[i] = f"{shown[i][0]}, {preset} of {commit[:9]}", made
+    return shown
