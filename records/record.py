@@ -146,9 +146,7 @@ COMMANDS = {
     "stats": Command(
         trials.stats, "n, mean, std and tests of runs, records and logs of other projects.", [
             PATHS, AS_JSON, METRIC,
-            option("--target", "test whether the mean is better than this", type=float, metavar="SCORE"),
-            option("--baseline", "runs to compare with: Welch's test and the ratio of times", default="",
-                   metavar="PATH")]),
+            option("--target", "test whether the mean is better than this", type=float, metavar="SCORE")]),
     "compare": Command(
         trials.compare,
         "Is B better than A? Scores are compared if they are of the same tokens of the same text.", [

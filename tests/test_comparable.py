@@ -75,8 +75,7 @@ def test_no_verdict_on_other_tokens(tool, tmp_path, a, b, words):
     write_side(tmp_path / "a", **a)
     write_side(tmp_path / "b", (4, 5, 6), **b)
     for command in (("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x.png"),
-                    ("stats", tmp_path / "a", tmp_path / "b"),
-                    ("stats", tmp_path / "a", "--baseline", tmp_path / "b")):
+                    ("stats", tmp_path / "a", tmp_path / "b")):
         code, out, err = tool(*command)
         assert code == 2 and words in err and err.count("\n") == 1, (command, out, err)
         assert "verdict:" not in out and "mean" not in out and "Welch" not in out
