@@ -64,8 +64,7 @@ APART = {
     "overlapping rows": ({}, dict(stride=64), "eval_context/eval_stride: 256/256 (a_seed1, "),
     "longer rows": ({}, dict(context=512, stride=512), "eval_context/eval_stride: 256/256 (a_seed1, "),
     "weights": ({}, dict(artifact=0), "scored weights: artifact (a_seed1, "),
-    "kind": (
-        dict(artifact=0), dict(extra="quantized_ttt val_loss:2.0 val_bpb:1.0"), "scored weights: trained ("),
+    "kind": ({}, dict(extra="quantized_ttt val_loss:2.0 val_bpb:1.0"), "kind of score: plain (a_seed1, "),
 }
 
 
@@ -131,19 +130,6 @@ def test_a_loss_of_a_part_of_val_says_what_it_is(tool, tmp_path):
     assert "partial" not in out and "p<1e-4" in out
 
 
-def test_scores_of_a_kind_that_all_have(tool, tmp_path):
-    """Sliding scores on one side only: the plain ones of both are compared."""
-    write_side(tmp_path / "a")
-    write_side(tmp_path / "b", (4, 5, 6), extra="final_sliding_window_exact val_loss:1.0 val_bpb:0.5")
-    code, out, _ = tool("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x.png")
-    assert code == 0 and "plain ones count, which all have" in out and "B: val_bpb n=3 mean 1.2050" in out
-    for path in (tmp_path / "a").glob("*/train.log"):       # no plain one there any more
-        path.write_text(path.read_text().replace("final_int8_zlib_roundtrip", "final_int8_ttt").replace(
-            "final_model_exact", "other"))
-    code, _, err = tool("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x.png")
-    assert code == 2 and "kind of score: ttt (a_seed1, a_seed2, a_seed3), sliding (b_seed4" in err
-
-
 def test_events_tell_the_same_as_the_text(tmp_path):
     """Of a run of ours with and without events.jsonl."""
     write_side(tmp_path / "a", (1,), **PART | dict(tokens=2560))
@@ -196,7 +182,7 @@ def fake_jobs(tmp_path, monkeypatch):
     """side_by_side() makes the runs of jobs; where a flag of the change is `part`, of a part of val."""
     monkeypatch.chdir(tmp_path)
 
-    def side_by_side(jobs, workers):
+    def side_by_side(jobs):
         found = []
         for change, proxy, seed in jobs:
             path = tmp_path / "runs" / f"{change.name}_{proxy.width}_{proxy.text}_{seed}" / "train.log"
@@ -207,7 +193,7 @@ def fake_jobs(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(tries, "side_by_side", side_by_side)
-    return SimpleNamespace(workers=1, pairs=4, same=False)
+    return SimpleNamespace(same=False)
 
 
 def test_a_try_compares_the_same_tokens(fake_jobs, tmp_path):

@@ -27,10 +27,6 @@ class Refused(Exception):
     """What was asked for cannot be done. Exit 2."""
 
 
-class WrongSeed(Refused):
-    """A run is no sample of the seed that it was asked for."""
-
-
 def demand(good: Any, sentence: str, error: type[Exception] = Refused) -> None:
     """Raises error with the sentence unless good."""
     if not good:
@@ -716,7 +712,7 @@ def demand_seed(run: Run, seed: int, label: str) -> None:
     """Refuses a run that by its own log was trained with another seed than it was asked for."""
     told = run.seed_in_lines
     demand(told in (-1, seed), f"{label}: its log says seed {told} where SEED={seed} was asked for: leave "
-           "the seed to this command, which gives each run its own", WrongSeed)
+           "the seed to this command, which gives each run its own")
 
 
 # ------------------------------------------------------------ curves

@@ -156,21 +156,9 @@ def warnings_of(runs: list[Run], metric: str) -> list[str]:
     return found
 
 
-def agree_on_kind(runs: list[Run], say: Callable) -> None:
-    """Where runs have several final scores, sliding and plain ones say, those count that all have."""
-    kinds = [[score_kind(tag) for tag, *_ in run.finals] or ["plain"] for run in runs]
-    counted = {run.kind or of_run[-1] for run, of_run in zip(runs, kinds)}
-    common = [kind for kind in kinds[0] if all(kind in of_run for of_run in kinds)]
-    if len(counted) > 1 and common:
-        say(f"warning: these runs end with scores of several kinds; {common[-1]} ones count, which all have")
-        for run in runs:
-            run.kind = common[-1]
-
-
 def demand_comparable(runs: list[Run], metric: str, say: Callable = lambda *lines: None) -> None:
     """Refuses runs whose scores are not of the same tokens of the same text, scored alike. say() hears what
     else differs, and what val_loss_partial is."""
-    agree_on_kind(runs, say)
     found = "; ".join(differences(runs, metric))
     demand(not found, "no verdict, since these runs were not all scored on the same tokens in the same way: "
            f"{found}; EVAL_FROM=FILE scores the model of a run again")
