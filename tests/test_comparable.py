@@ -159,8 +159,6 @@ def fake_runs(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True)
         setting = command.rpartition("#")[2]
         facts = json.loads(setting) if setting.startswith("{") else {}
-        if "VAL_TOKENS=512" in command:
-            facts = PART | dict(tokens=512)
         path.write_text(log_text(seed, **{"loss": 4.7 + len(label) / 1000} | facts))
         made.append(label)
         return runs.read_log(path)

@@ -174,16 +174,6 @@ def test_forty_nights_of_nothing_on_recorded_noise():
     assert sum(night(draw)[0] > 0 for _ in range(40)) <= sequential.ALPHA * 40
 
 
-@pytest.mark.slow
-def test_nights_with_a_true_gain_find_it():
-    """A gain of two deviations of a difference, 2.8 of a run, at any place after the tenth try."""
-    rng = np.random.default_rng(49)
-    draw = differences_of(recorded(), rng)
-    gain = 2 * 2**0.5 * recorded().std(ddof=2)
-    places = rng.integers(11, 51, size=40)
-    assert sum(night(draw, gain, at, at)[1] for at in places) >= 0.8 * len(places)
-
-
 # ------------------------------------------------------------ try
 def test_a_gain_is_kept_a_loss_stops_early_and_the_ledger_tells(place, tool):
     edit(place, GAIN=0.05)

@@ -76,8 +76,7 @@ def finished(name: str) -> Run | None:
     log = Path("logs", name, "train.log")
     if not Path("logs", name, "result.json").exists() or not log.exists():
         return None
-    run = read_log(log, read_runs)
-    return run if run.finished else None
+    return read_log(log, read_runs)
 
 
 def run_or_read(change: Change, proxy: Proxy, seed: int, threads: int) -> Run:
