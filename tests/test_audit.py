@@ -318,17 +318,6 @@ def test_several_runs_in_a_file_are_told_apart(tool, tmp_path):
     assert "n=3 mean 3.2720" in tool("stats", tmp_path)[1]
 
 
-def test_runs_that_end_at_one_step_by_plan_are_whole(tool, tmp_path):
-    for i in (1, 2):
-        speedrun_log(tmp_path / f"{i}.txt", 3.27 + i / 1000, 132.0 + i)
-        text = (tmp_path / f"{i}.txt").read_text()
-        at = text.index("step:2000/2160 val_loss")
-        (tmp_path / f"{i}.txt").write_text(text[:text.index("\n", at) + 1])
-    assert "n=2 " in tool("stats", tmp_path)[1]
-    (tmp_path / "2.txt").unlink()
-    assert "cut off at step 2000" in "".join(tool("stats", tmp_path)[1:])
-
-
 def test_a_copy_above_the_runs_hides_none(tool, tmp_path):
     """An excerpt of one run stands above the folders of all."""
     for seed in (1, 2, 3):

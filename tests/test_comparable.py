@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from helpers import ROOT
-from records.judge import runs, scores, trials, tries
+from records.judge import runs, scores, tries
 from records.judge.tries import Change, Proxy
-from records.verify import checks, new_record
+from records.verify import checks
 
 VAL = "a" * 64
 TOKENIZER = "b" * 64
@@ -148,91 +148,52 @@ def test_events_tell_the_same_as_the_text(tmp_path):
 
 
 # ------------------------------------------------------------ commands that train
-@pytest.fixture
-def fake_runs(tmp_path, monkeypatch):
-    """run_once() writes a log whose facts the command names as JSON after its last #."""
-    monkeypatch.chdir(tmp_path)
-    made = []
-
-    def run_once(label, command, run_id, seed):
-        path = tmp_path / "logs" / run_id / "train.log"
-        path.parent.mkdir(parents=True)
-        setting = command.rpartition("#")[2]
-        facts = json.loads(setting) if setting.startswith("{") else {}
-        path.write_text(log_text(seed, **{"loss": 4.7 + len(label) / 1000} | facts))
-        made.append(label)
-        return runs.read_log(path)
-
-    monkeypatch.setattr(trials, "run_once", run_once)
-    return made
-
-
-def test_runs_in_turn_stop_at_the_first_of_other_tokens(tool, fake_runs, tmp_path):
+def test_runs_in_turn_stop_at_the_first_of_other_tokens(tool, tmp_path, monkeypatch):
     """Not after hours of training: with the first run of the second setting."""
-    part = "true #" + json.dumps(PART | dict(tokens=512))
-    code, out, err = tool("compare", "--run", "true", part, "-n", 3)
-    assert code == 2 and "val tokens scored: " in err and "verdict" not in out
-    assert len(fake_runs) == 2
-
-
-@pytest.fixture
-def fake_jobs(tmp_path, monkeypatch):
-    """side_by_side() makes the runs of jobs; where a flag of the change is `part`, of a part of val."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "all").write_text(log_text(1337, bpb=None))
+    (tmp_path / "part").write_text(log_text(1337, **PART | dict(tokens=512)))
+    commands = [f"mkdir -p logs/$RUN_ID && cp {name} logs/$RUN_ID/train.log" for name in ("all", "part")]
+    code, out, err = tool("compare", "--run", *commands, "-n", 3)
+    assert code == 2 and "val tokens scored: " in err and "verdict" not in out
+    assert len([*(tmp_path / "logs").iterdir()]) == 2
 
+
+def test_a_try_compares_the_same_tokens(tmp_path, monkeypatch):
     def side_by_side(jobs):
+        """The runs; where a flag of the change is `part`, of a part of val."""
         found = []
-        for change, proxy, seed in jobs:
-            path = tmp_path / "runs" / f"{change.name}_{proxy.width}_{proxy.text}_{seed}" / "train.log"
-            path.parent.mkdir(parents=True, exist_ok=True)
+        for change, _, seed in jobs:
+            path = tmp_path / f"{change.name}_{seed}" / "train.log"
+            path.parent.mkdir(exist_ok=True)
             facts = PART | dict(tokens=512 if "part" in change.flags else 1024)
             path.write_text(log_text(seed % 100, **facts, loss=4.7 + len(change.name) / 100))
             found.append(runs.read_log(path))
         return found
 
     monkeypatch.setattr(tries, "side_by_side", side_by_side)
-    return SimpleNamespace(same=False)
-
-
-def test_a_try_compares_the_same_tokens(fake_jobs, tmp_path):
-    head = Change("HEAD", tmp_path, {})
-    noise = tries.Noise()
     said = []
-    found = tries.pairs_of(head, Change("y", tmp_path, {}), Proxy("p", 32, "t"), 1, noise, 10, fake_jobs,
-                           lambda *lines: said.extend(lines))
-    assert found["pairs"]
+
+    def pairs(flags):
+        return tries.pairs_of(
+            Change("HEAD", tmp_path, {}), Change("y", tmp_path, flags), Proxy("p", 32, "t"), 1, tries.Noise(), 10,
+            SimpleNamespace(same=False), lambda *lines: said.extend(lines))
+
+    assert pairs({})["pairs"]
     told = "val_loss_partial: the loss on the first 1,024"
     assert [line[:len(told)] for line in said if "partial" in line] == [told]
     with pytest.raises(runs.Refused, match="val tokens scored: 1,024 .*, 512 "):
-        tries.pairs_of(head, Change("yours", tmp_path, {"part": "1"}), Proxy("p", 32, "t"), 1, noise, 10,
-                       fake_jobs, said.append)
+        pairs({"part": "1"})
 
 
 # ------------------------------------------------------------ records
 def test_a_record_is_of_runs_that_compare(tmp_path, monkeypatch):
-    """`new` asks of its runs, of the baseline and of the record before; `check` of the same."""
+    """`check` asks of its runs and of those of the record before."""
     write_side(tmp_path / "a")
     write_side(tmp_path / "b", (4, 5), val="e" * 64)
-    good = runs.load_runs([tmp_path / "a"])
-    other = runs.load_runs([tmp_path / "b"])
-    names = ("name", "author", "github_id", "blurb", "ai_disclosure")
-    args = SimpleNamespace(
-        **dict.fromkeys(names, "x"), runs=[0], baseline=[], exclude=[], before="", whole=True)
-    result = dict(seed=1, preset="tiny", run_id="x", config={}, hardware="X")
-    for run in (*good, *other):
-        run.result = result
-    for name in ("check_alike", "demand_one_recipe"):
-        monkeypatch.setattr(new_record, name, lambda *_: None)
-    monkeypatch.setattr(new_record, "excluded_runs", lambda *_: [])
-    monkeypatch.setattr(new_record, "open_run", {0: good[0], 1: other[0]}.get)
-    for asked, earlier in ((args.__dict__ | {"baseline": [1]}, []), (args.__dict__, other)):
-        monkeypatch.setattr(new_record, "records_of", lambda track: {"2026-01-01_X": SimpleNamespace(
-            runs=earlier)} if earlier else {})
-        monkeypatch.setattr(new_record, "best_before", lambda records, hardware: next(iter(records), "none"))
-        with pytest.raises(runs.Refused, match="val split: aaaaaaaa"):
-            new_record.new(SimpleNamespace(**asked), print)
     folder = SimpleNamespace(
-        ours=True, runs=good, baseline=other, submission={"before": None, "track": "tiny"}, finished=str,
+        ours=True, runs=runs.load_runs([tmp_path / "a"]), baseline=runs.load_runs([tmp_path / "b"]),
+        submission={"before": None, "track": "tiny"}, finished=str,
         track=SimpleNamespace(metric="val_bpb", rank="metric"), hardware=lambda: "X")
     monkeypatch.setattr(checks, "records_of", lambda track: {})
     with pytest.raises(checks.Broken, match="are not scored alike: val split: aaaaaaaa"):

@@ -95,20 +95,6 @@ def test_the_numbers_are_those_of_the_plain_log(tmp_path, plain, kind, way):
     assert kind == "golf" or (run.value("val_loss"), run.time) == (3.2744, 69.993)
 
 
-def test_every_tool_reads_such_logs(tool, tmp_path, plain):
-    """stats and audit."""
-    text = plain["speedrun"][0]
-    for i, way in enumerate(("colors in utf-16", "bars before", "crlf", "cr cr lf")):
-        changed = WAYS[way](text.replace("69993ms", f"6999{i}ms"))
-        raw = changed.encode() if isinstance(changed, str) else changed
-        (tmp_path / "2026-07-01_x").mkdir(exist_ok=True)
-        (tmp_path / "2026-07-01_x" / f"{i}.log").write_bytes(raw)
-    (tmp_path / "2026-07-01_x" / "README.md").write_text("a page\n")
-    code, out, err = tool("stats", tmp_path / "2026-07-01_x", "--target", 3.28)
-    assert code == 0 and "n=4 mean 3.2744" in out and "69.99" in out and "left out" not in out
-    assert "1 folders, 0 with findings" in tool("audit", tmp_path)[1]
-
-
 def test_logs_in_linked_folders_are_found_once(tool, tmp_path, plain):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "x.log").write_text(plain["speedrun"][0])

@@ -11,7 +11,6 @@ from helpers import ROOT
 from records.judge import sequential, tries
 from records.judge.runs import Refused
 from records.judge.sequential import Noise, Series, series_of
-from test_record_stats import EARLIER, LOSSES
 
 # A trainer that knows --proxy and is quick: its loss follows seed, width, text, flags and edits
 FAKE = '''"""A trainer."""
@@ -145,33 +144,10 @@ def night(draw, gain=0.0, at=0, tries_in_all=50):
     return false, true
 
 
-def differences_of(losses, rng):
-    """draw() for night(): pairs of recorded runs of one recipe."""
-    def draw(n):
-        first = rng.integers(len(losses), size=n)
-        other = (first + rng.integers(1, len(losses), size=n)) % len(losses)
-        return losses[first] - losses[other]
-
-    return draw
-
-
 def test_a_night_of_nothing_finds_nothing_and_a_gain_is_found():
     rng = np.random.default_rng(2)
     assert sum(night(lambda n: rng.normal(0, 1, n), tries_in_all=30)[0] > 0 for _ in range(2)) == 0
     assert sum(night(lambda n: rng.normal(0, 1, n), 2.5, 12, 12)[1] for _ in range(4)) >= 3
-
-
-def recorded():
-    """Final losses of 18 public runs of the speedrun and an earlier version of it, centered."""
-    return np.concatenate([np.array(losses) - np.mean(losses) for losses in (LOSSES, EARLIER)])
-
-
-@pytest.mark.slow
-def test_forty_nights_of_nothing_on_recorded_noise():
-    """50 tries each. Of the nights, in which any gain is false, at most ALPHA may have one."""
-    rng = np.random.default_rng(48)
-    draw = differences_of(recorded(), rng)
-    assert sum(night(draw)[0] > 0 for _ in range(40)) <= sequential.ALPHA * 40
 
 
 # ------------------------------------------------------------ try

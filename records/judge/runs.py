@@ -369,6 +369,9 @@ def read_facts(run: Run, head: str, body: str) -> None:
     gpus = re.findall(r"^\|\s+\d+\s+(NVIDIA [^|]*?)\s+(?:On|Off)\s*\|", head, re.M)     # of nvidia-smi
     if gpus:
         run.facts.setdefault("hardware", f"{len(gpus)}x {gpus[0]}")
+    totals = re.findall(r"^Total submission size: (\d+) bytes", body, re.M)
+    if len(totals) > 1:         # of the raw weights, then of the artifact
+        run.facts.setdefault("bytes_total", float(totals[-1]))
 
 
 def read_settings(run: Run, head: str, body: str) -> None:
@@ -415,9 +418,7 @@ def read_run(path: Path, source: str | None, head: str, body: str) -> Run:
     run.config = dict(re.findall(r"^config (\w+)=(.*)$", rest, re.M))
     run.digests = dict(re.findall(r"^sha256 (\S+):([0-9a-f]{64})$", rest, re.M))
     if settings := re.search(r"^eval settings: (.+)$", rest, re.M):
-        for pair in settings[1].split():
-            name, _, value = pair.partition(":")
-            run.eval[name] = value
+        run.eval = dict(re.findall(r"(\S+?):(\S*)", settings[1]))
     run.summary = dict(SUMMARY.findall(body[-5000:]))
     # finished: there is a final score, or the last validation is at the last step
     totals = re.findall(r"^(?:step:)?\d+/(\d+) ", body[-20_000:], re.M)
@@ -514,18 +515,12 @@ def bpb_text(event: dict[str, Any], digits: int) -> str:
 # ------------------------------------------------------------ many runs
 def agree(runs: list[Run]) -> None:
     """Makes the runs of a record comparable: which of their final scores counts is that which all of a script
-    have, and a validation that ends several logs of a folder before their last step ends them there."""
-    ends = Counter((run.path.parent, run.steps) for run in runs if ends_with_validation(run))
+    have."""
     for run in runs:
         kinds = [[score_kind(tag) for tag, *_ in other.finals] for other in runs
                  if other.finals and other.source == run.source and other.path.parent == run.path.parent]
         common = [kind for kind in (kinds or [[]])[0] if all(kind in other for other in kinds)]
         run.kind = common[-1] if common else ""
-        run.finished |= ends_with_validation(run) and ends[run.path.parent, run.steps] > 1
-
-
-def ends_with_validation(run: Run) -> bool:
-    return bool(run.curves["val"]) and run.curves["val"][-1].step == run.steps > 0
 
 
 def outermost(runs: list[Run]) -> tuple[list[Run], list[Run]]:

@@ -29,16 +29,11 @@ def number(text: str | None) -> int | None:
 
 def inputs_of(run: Run) -> tuple[str | None, str | None]:
     """(digest of the val shards, digest of the tokenizer) of a run of ours."""
-    shards = []
-    tokenizer = None
-    for name, digest in run.digests.items():
-        if name in ("train_gpt.py", "config") or name.startswith("final_model"):
-            continue
-        if name.endswith(".bin"):
-            shards.append(digest)
-        else:
-            tokenizer = digest
-    return " ".join(shards) or None, tokenizer
+    names = [name for name in run.digests
+             if name not in ("train_gpt.py", "config") and not name.startswith("final_model")]
+    shards = [run.digests[name] for name in names if name.endswith(".bin")]
+    tokenizers = [run.digests[name] for name in names if not name.endswith(".bin")]
+    return " ".join(shards) or None, tokenizers[-1] if tokenizers else None
 
 
 def targets_of(run: Run) -> int | None:
