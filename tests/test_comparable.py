@@ -175,9 +175,11 @@ def test_a_try_compares_the_same_tokens(tmp_path, monkeypatch):
     said = []
 
     def pairs(flags):
-        return tries.pairs_of(
-            Change("HEAD", tmp_path, {}), Change("y", tmp_path, flags), Proxy("p", 32, "t"), 1, tries.Noise(), 10,
-            SimpleNamespace(same=False), lambda *lines: said.extend(lines))
+        head = Change("HEAD", tmp_path, {})
+        yours = Change("y", tmp_path, flags)
+        args = SimpleNamespace(same=False)
+        return tries.pairs_of(head, yours, Proxy("p", 32, "t"), 1, tries.Noise(), 10, args,
+                              lambda *lines: said.extend(lines))
 
     assert pairs({})["pairs"]
     told = "val_loss_partial: the loss on the first 1,024"

@@ -1,4 +1,5 @@
 """record try: verdicts that may be looked at after each run, a ledger, kills."""
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,8 +73,7 @@ def edit(place, **constants):
     """FAKE with other constants."""
     text = FAKE
     for name, value in constants.items():
-        old = next(line for line in text.splitlines() if line.startswith(name))
-        text = text.replace(old, f"{name} {value}" if "return" in name else f"{name} = {value}")
+        text = re.sub(rf"(?m)^{name} = .*", f"{name} = {value}", text)
     (place / "train_gpt.py").write_text(text)
 
 
@@ -202,14 +202,10 @@ def test_a_try_counts_the_noise_of_those_before_it(place, tool):
 def test_a_try_that_was_killed_goes_on(place, tool, monkeypatch):
     """Before its line is in the ledger, a try has the same number, and finished runs are read."""
     edit(place, GAIN=0.05)
-    monkeypatch.setattr(tries, "add_to_ledger", lambda *args: sys.exit("killed"))
-    with pytest.raises(SystemExit):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(tries, "add_to_ledger", lambda *args: sys.exit("killed"))
         tool("try", "--proxy", 32)
     before = Path("trained.txt").read_text()
-    monkeypatch.undo()
-    monkeypatch.chdir(place)
-    monkeypatch.setattr(tries, "ROOT", place)
-    monkeypatch.setattr(sys, "executable", str(place / "quick"))
     assert "verdict: gains" in tool("try", "--proxy", 32)[1]
     assert Path("trained.txt").read_text() == before
 

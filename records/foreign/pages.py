@@ -235,6 +235,10 @@ def row_findings(rows: list[Row], runs: list[Run]) -> Iterator[Finding]:
             left.remove(run)
         else:
             missing.append(row)
+    if rows[0].time and len(missing) * 2 > len(rows):       # losses and times are listed in two orders
+        runs = [run for run in runs if run.source in scripts]
+        yield from row_findings([Row(row.loss, None) for row in rows], runs)
+        return
     for row in list(missing):
         fits = [row.fits(run) for run in left]
         run = next((run for run, (_, time) in zip(left, fits) if time), None)

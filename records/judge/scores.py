@@ -4,7 +4,6 @@ Every command that tests, ranks or averages scores asks here first. differences(
 demand_comparable() refuses them and says it. What a log does not tell, as those of other projects, counts
 as equal, and a warning names the log.
 """
-import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,9 +21,8 @@ def known(text: str | None) -> str | None:
 
 def number(text: str | None) -> int | None:
     """The same for a number, which may have commas."""
-    with contextlib.suppress(ValueError):
-        return int((known(text) or "").replace(",", ""))
-    return None
+    digits = (text or "").replace(",", "")
+    return int(digits) if digits.isdecimal() else None
 
 
 def inputs_of(run: Run) -> tuple[str | None, str | None]:
@@ -192,8 +190,6 @@ def comparable_curves(runs: list[Run]) -> list[str]:
     if not differences(runs, "val_loss"):
         found.append("val")
     facts = [facts_of(run, "val_loss") for run in runs]
-    texts = by_value(runs, [fact["text"] for fact in facts])
-    tokenizers = by_value(runs, [fact["tokenizer"] for fact in facts])
-    if len(texts) < 2 and len(tokenizers) < 2:
+    if all(len(by_value(runs, [fact[name] for fact in facts])) < 2 for name in ("text", "tokenizer")):
         found.append("train")
     return found

@@ -163,11 +163,9 @@ def stats(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
            "time": clock and clock._asdict()}
     say(f"{shown}: {stats_line(metric, s)}", f"time: {stats_line('time', clock)} s" if clock else "time: -")
     if args.target is not None:
-        test = None
-        told = "no test: a target is not a loss of these tokens"
-        if shown == metric:
-            test = target_test(values, args.target, metric)
-            told = test_line(test)
+        comparable = shown == metric
+        test = target_test(values, args.target, metric) if comparable else None
+        told = test_line(test) if comparable else "no test: a target is not a loss of these tokens"
         out["test"] = test and test._asdict()
         say(f"against {args.target:.10g}: {told}")
     return out

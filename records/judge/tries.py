@@ -4,7 +4,6 @@ A finished run is read, never trained again, so a try that was killed goes on wh
 are in sequential.py.
 """
 import csv
-import io
 import json
 import re
 import shlex
@@ -180,7 +179,7 @@ def read_ledger() -> list[dict]:
     """The tries so far: rows of tab-separated cells, whose first line names the columns."""
     if not LEDGER.exists():
         return []
-    return list(csv.DictReader(io.StringIO(inputs.read_text(LEDGER), newline=""), delimiter="\t"))
+    return list(csv.DictReader(inputs.read_text(LEDGER).split("\n"), delimiter="\t"))
 
 
 def add_to_ledger(row: dict) -> None:
