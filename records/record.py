@@ -145,9 +145,7 @@ COMMANDS = {
     "stats": Command(
         trials.stats, "n, mean, std and tests of runs, records and logs of other projects.", [
             PATHS, AS_JSON, METRIC,
-            option("--target", "test whether the mean is better than this", type=float, metavar="SCORE"),
-            option("--baseline", "runs to compare with: Welch's test and the ratio of times", default="",
-                   metavar="PATH")]),
+            option("--target", "test whether the mean is better than this", type=float, metavar="SCORE")]),
     "compare": Command(
         trials.compare,
         "Is B better than A? Scores are compared if they are of the same tokens of the same text.", [
@@ -165,14 +163,10 @@ COMMANDS = {
             option("words", "what the change is, for the ledger; NAME=value is a setting to try", nargs="*",
                    metavar="WORD"),
             option("--preset", "the recipe", default="speedrun_plus"),
-            option("--workers", "how many runs at a time; 0: one on a GPU, else one for each core", default=0,
-                   **NUMBER),
             option("--proxy", "width of the proxy; 0: that of the last try, or the largest for 5 minutes",
                    type=int, default=0, metavar="WIDTH"),
             option("--text", "folder of a dataset", default="data/datasets/embedded", metavar="DIR"),
-            option("--ledger", "file of all tries", default=tries.LEDGER, metavar="FILE"),
             AS_JSON,
-            option("--pairs", "pairs of runs at most", default=tries.MOST_PAIRS, **NUMBER),
             option("--same", "HEAD against itself: how often is nothing called a gain?", **SWITCH),
             option("--outside", "allow edits beyond the recipe's own section", **SWITCH)]),
     "plot": Command(

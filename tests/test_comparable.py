@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from helpers import ROOT
-from records.judge import runs, scores, trials, tries
+from records.judge import runs, scores, tries
 from records.judge.tries import Change, Proxy
-from records.verify import checks, new_record
+from records.verify import checks
 
 VAL = "a" * 64
 TOKENIZER = "b" * 64
@@ -64,8 +64,7 @@ APART = {
     "overlapping rows": ({}, dict(stride=64), "eval_context/eval_stride: 256/256 (a_seed1, "),
     "longer rows": ({}, dict(context=512, stride=512), "eval_context/eval_stride: 256/256 (a_seed1, "),
     "weights": ({}, dict(artifact=0), "scored weights: artifact (a_seed1, "),
-    "kind": (
-        dict(artifact=0), dict(extra="quantized_ttt val_loss:2.0 val_bpb:1.0"), "scored weights: trained ("),
+    "kind": ({}, dict(extra="quantized_ttt val_loss:2.0 val_bpb:1.0"), "kind of score: plain (a_seed1, "),
 }
 
 
@@ -75,8 +74,7 @@ def test_no_verdict_on_other_tokens(tool, tmp_path, a, b, words):
     write_side(tmp_path / "a", **a)
     write_side(tmp_path / "b", (4, 5, 6), **b)
     for command in (("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x.png"),
-                    ("stats", tmp_path / "a", tmp_path / "b"),
-                    ("stats", tmp_path / "a", "--baseline", tmp_path / "b")):
+                    ("stats", tmp_path / "a", tmp_path / "b")):
         code, out, err = tool(*command)
         assert code == 2 and words in err and err.count("\n") == 1, (command, out, err)
         assert "verdict:" not in out and "mean" not in out and "Welch" not in out
@@ -132,19 +130,6 @@ def test_a_loss_of_a_part_of_val_says_what_it_is(tool, tmp_path):
     assert "partial" not in out and "p<1e-4" in out
 
 
-def test_scores_of_a_kind_that_all_have(tool, tmp_path):
-    """Sliding scores on one side only: the plain ones of both are compared."""
-    write_side(tmp_path / "a")
-    write_side(tmp_path / "b", (4, 5, 6), extra="final_sliding_window_exact val_loss:1.0 val_bpb:0.5")
-    code, out, _ = tool("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x.png")
-    assert code == 0 and "plain ones count, which all have" in out and "B: val_bpb n=3 mean 1.2050" in out
-    for path in (tmp_path / "a").glob("*/train.log"):       # no plain one there any more
-        path.write_text(path.read_text().replace("final_int8_zlib_roundtrip", "final_int8_ttt").replace(
-            "final_model_exact", "other"))
-    code, _, err = tool("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "x.png")
-    assert code == 2 and "kind of score: ttt (a_seed1, a_seed2, a_seed3), sliding (b_seed4" in err
-
-
 def test_events_tell_the_same_as_the_text(tmp_path):
     """Of a run of ours with and without events.jsonl."""
     write_side(tmp_path / "a", (1,), **PART | dict(tokens=2560))
@@ -163,66 +148,44 @@ def test_events_tell_the_same_as_the_text(tmp_path):
 
 
 # ------------------------------------------------------------ commands that train
-@pytest.fixture
-def fake_runs(tmp_path, monkeypatch):
-    """run_once() writes a log whose facts the command names as JSON after its last #."""
-    monkeypatch.chdir(tmp_path)
-    made = []
-
-    def run_once(label, command, run_id, seed):
-        path = tmp_path / "logs" / run_id / "train.log"
-        path.parent.mkdir(parents=True)
-        setting = command.rpartition("#")[2]
-        facts = json.loads(setting) if setting.startswith("{") else {}
-        if "VAL_TOKENS=512" in command:
-            facts = PART | dict(tokens=512)
-        path.write_text(log_text(seed, **{"loss": 4.7 + len(label) / 1000} | facts))
-        made.append(label)
-        return runs.read_log(path)
-
-    monkeypatch.setattr(trials, "run_once", run_once)
-    return made
-
-
-def test_runs_in_turn_stop_at_the_first_of_other_tokens(tool, fake_runs, tmp_path):
+def test_runs_in_turn_stop_at_the_first_of_other_tokens(tool, tmp_path, monkeypatch):
     """Not after hours of training: with the first run of the second setting."""
-    part = "true #" + json.dumps(PART | dict(tokens=512))
-    code, out, err = tool("compare", "--run", "true", part, "-n", 3)
-    assert code == 2 and "val tokens scored: " in err and "verdict" not in out
-    assert len(fake_runs) == 2
-
-
-@pytest.fixture
-def fake_jobs(tmp_path, monkeypatch):
-    """side_by_side() makes the runs of jobs; where a flag of the change is `part`, of a part of val."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "all").write_text(log_text(1337, bpb=None))
+    (tmp_path / "part").write_text(log_text(1337, **PART | dict(tokens=512)))
+    commands = [f"mkdir -p logs/$RUN_ID && cp {name} logs/$RUN_ID/train.log" for name in ("all", "part")]
+    code, out, err = tool("compare", "--run", *commands, "-n", 3)
+    assert code == 2 and "val tokens scored: " in err and "verdict" not in out
+    assert len([*(tmp_path / "logs").iterdir()]) == 2
 
-    def side_by_side(jobs, workers):
+
+def test_a_try_compares_the_same_tokens(tmp_path, monkeypatch):
+    def side_by_side(jobs):
+        """The runs; where a flag of the change is `part`, of a part of val."""
         found = []
-        for change, proxy, seed in jobs:
-            path = tmp_path / "runs" / f"{change.name}_{proxy.width}_{proxy.text}_{seed}" / "train.log"
-            path.parent.mkdir(parents=True, exist_ok=True)
+        for change, _, seed in jobs:
+            path = tmp_path / f"{change.name}_{seed}" / "train.log"
+            path.parent.mkdir(exist_ok=True)
             facts = PART | dict(tokens=512 if "part" in change.flags else 1024)
             path.write_text(log_text(seed % 100, **facts, loss=4.7 + len(change.name) / 100))
             found.append(runs.read_log(path))
         return found
 
     monkeypatch.setattr(tries, "side_by_side", side_by_side)
-    return SimpleNamespace(workers=1, pairs=4, same=False)
-
-
-def test_a_try_compares_the_same_tokens(fake_jobs, tmp_path):
-    head = Change("HEAD", tmp_path, {})
-    noise = tries.Noise()
     said = []
-    found = tries.pairs_of(head, Change("y", tmp_path, {}), Proxy("p", 32, "t"), 1, noise, 10, fake_jobs,
-                           lambda *lines: said.extend(lines))
-    assert found["pairs"]
+
+    def pairs(flags):
+        head = Change("HEAD", tmp_path, {})
+        yours = Change("y", tmp_path, flags)
+        args = SimpleNamespace(same=False)
+        return tries.pairs_of(head, yours, Proxy("p", 32, "t"), 1, tries.Noise(), 10, args,
+                              lambda *lines: said.extend(lines))
+
+    assert pairs({})["pairs"]
     told = "val_loss_partial: the loss on the first 1,024"
     assert [line[:len(told)] for line in said if "partial" in line] == [told]
     with pytest.raises(runs.Refused, match="val tokens scored: 1,024 .*, 512 "):
-        tries.pairs_of(head, Change("yours", tmp_path, {"part": "1"}), Proxy("p", 32, "t"), 1, noise, 10,
-                       fake_jobs, said.append)
+        pairs({"part": "1"})
 
 
 # ------------------------------------------------------------ records
@@ -248,7 +211,8 @@ def test_a_record_is_of_runs_that_compare(tmp_path, monkeypatch):
         with pytest.raises(runs.Refused, match="val split: aaaaaaaa"):
             new_record.new(SimpleNamespace(**asked), print)
     folder = SimpleNamespace(
-        ours=True, runs=good, baseline=other, submission={"before": None, "track": "tiny"}, finished=str,
+        ours=True, runs=good, baseline=other,
+        submission={"before": None, "track": "tiny"}, finished=str,
         track=SimpleNamespace(metric="val_bpb", rank="metric"), hardware=lambda: "X")
     monkeypatch.setattr(checks, "records_of", lambda track: {})
     with pytest.raises(checks.Broken, match="are not scored alike: val split: aaaaaaaa"):

@@ -1,6 +1,5 @@
 """records/: logs in other encodings, with what terminals, progress bars and crashes leave in them. The
 numbers are those of the plain log, or none."""
-import codecs
 import json
 import re
 
@@ -57,12 +56,6 @@ def with_holes(text):
     return raw
 
 
-def half_utf_16(text):
-    """As `>>` of PowerShell appends to a file that something else began."""
-    at = text.index("\n", text.rindex(RULER) + 400) + 1
-    return text[:at].encode() + codecs.BOM_UTF16_LE + text[at:].encode("utf-16-le")
-
-
 WAYS = {
     **{encoding: (lambda text, encoding=encoding: encoded(text, encoding)) for encoding in ENCODINGS},
     "crlf": lambda text: text.replace("\n", "\r\n"),
@@ -78,7 +71,6 @@ WAYS = {
     "bars without an end": lambda text: step_lines(text, lambda i, line: f"{i}it [00:01, 10.31it/s]{line}"),
     "bars of hours": lambda text: step_lines(text, lambda i, line: f"{i}it [1:00:01, 1.3s/it] {line}"),
     "backspaces": lambda text: step_lines(text, lambda i, line: f"{i} %" + "\b" * 4 + line),
-    "appended utf-16": half_utf_16,
     "zeros at the end": lambda text: text.encode() + bytes(4096),
     "zeros between lines": with_holes,
     "latin-1": lambda text: step_lines(text, lambda i, line: f"{line}\n30 µs in Zürich").encode("latin-1"),
@@ -101,23 +93,6 @@ def test_the_numbers_are_those_of_the_plain_log(tmp_path, plain, kind, way):
     run = runs.read_log(path)
     assert facts_of(run) == facts_of(wanted)
     assert kind == "golf" or (run.value("val_loss"), run.time) == (3.2744, 69.993)
-
-
-def test_every_tool_reads_such_logs(tool, tmp_path, plain):
-    """stats, audit, plot and the page."""
-    text = plain["speedrun"][0]
-    for i, way in enumerate(("colors in utf-16", "bars before", "crlf", "appended utf-16")):
-        changed = WAYS[way](text.replace("69993ms", f"6999{i}ms"))
-        raw = changed.encode() if isinstance(changed, str) else changed
-        (tmp_path / "2026-07-01_x").mkdir(exist_ok=True)
-        (tmp_path / "2026-07-01_x" / f"{i}.log").write_bytes(raw)
-    (tmp_path / "2026-07-01_x" / "README.md").write_text("a page\n")
-    code, out, err = tool("stats", tmp_path / "2026-07-01_x", "--target", 3.28)
-    assert code == 0 and "n=4 mean 3.2744" in out and "69.99" in out and "left out" not in out
-    assert "1 folders, 0 with findings" in tool("audit", tmp_path)[1]
-    assert tool("plot", tmp_path / "2026-07-01_x", "--out", tmp_path / "x.png")[0] == 0
-    assert tool("board", "--html", tmp_path / "2026-07-01_x", "--out", tmp_path / "x.html")[0] == 0
-    assert "3.2744" in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
 def test_logs_in_linked_folders_are_found_once(tool, tmp_path, plain):

@@ -17,7 +17,7 @@ from data import inputs
 from records.foreign import pages
 from records.foreign.pages import CONTRADICTION, NO_EVIDENCE, Finding
 from records.judge.runs import (
-    DATE, FINAL, RULER, STEP, Refused, Run, demand, excerpt, identity, recipe_of, same_losses)
+    DATE, FINAL, RULER, STEP, Refused, Run, demand, identity, plain_text, recipe_of, same_losses)
 from records.judge.significance import describe, p_term, target_test
 from records.verify import source
 from records.verify.checks import DAMAGE, LOOK_ONLY
@@ -254,7 +254,8 @@ def looks_like_log(path: Path) -> bool:
     """Does a file begin or end as a log of some run does?"""
     with contextlib.suppress(OSError):
         if path.suffix.lower() in (".log", ".txt") and path.is_file():
-            text = excerpt(path)
+            with inputs.open_binary(path) as file:
+                text = plain_text(file.read(1 << 18)) or ""
             return RULER in text or bool(STEP.search(text) or FINAL.search(text))
     return False
 

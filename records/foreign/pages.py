@@ -45,10 +45,9 @@ def decimals(text: str) -> int:
     return len(text.partition(".")[2])
 
 
-def means(text: str, value: float, scale: float = 0.0) -> bool:
-    """Does a printed number mean value, at its own digits? torch prints what it computed in fp32 from numbers
-    as large as scale."""
-    return value is not None and abs(float(text) - value) <= 0.51 * 10.0 ** -decimals(text) + 3e-7 * scale
+def means(text: str, value: float | None) -> bool:
+    """Does a printed number mean value, at its own digits?"""
+    return value is not None and abs(float(text) - value) <= 0.51 * 10.0 ** -decimals(text)
 
 
 def about(text: str, values: Iterable[float]) -> bool:
@@ -189,14 +188,13 @@ class Row(NamedTuple):
     """A run as a page lists it, numbers as printed."""
     loss: str
     time: str | None    # None: the page lists no times
-    units: int = 1      # of the time, in a second
 
     def fits(self, run: Run) -> tuple[bool, bool]:
         """(does the loss fit, does the time fit or, without times, the loss)"""
         loss = means(self.loss, run.value("val_loss"))
         if self.time is None:
             return loss, loss
-        return loss, means(self.time, run.time and run.time * self.units)
+        return loss, means(self.time, run.time)
 
 
 def listed_rows(readme: str) -> Iterator[tuple[str, list[Row]]]:
@@ -209,8 +207,7 @@ def listed_rows(readme: str) -> Iterator[tuple[str, list[Row]]]:
         printed = [f"{float(loss):.{digits}f}" for loss in losses]
         rows = [Row(loss, None) for loss in printed]
         if next_name.startswith("time") and len(times) == len(losses):
-            units = 1000 if min(map(float, times)) > 20_000 else 1      # milliseconds
-            rows = [Row(loss, time, units) for loss, time in zip(printed, times)]
+            rows = [Row(loss, time) for loss, time in zip(printed, times)]
         yield f"{name} = [{', '.join(losses[:3])}, …]", rows
 
 

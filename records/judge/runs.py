@@ -3,7 +3,6 @@
 Reads the logs of this project and, as they are, of modded-nanogpt and parameter-golf: first the script's own
 source, full of strings that look like results, then versions and hardware, then the lines of the run.
 """
-import ast
 import contextlib
 import dataclasses
 import itertools
@@ -12,7 +11,6 @@ import math
 import os
 import re
 import shutil
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,10 +23,6 @@ from data import inputs
 
 class Refused(Exception):
     """What was asked for cannot be done. Exit 2."""
-
-
-class WrongSeed(Refused):
-    """A run is no sample of the seed that it was asked for."""
 
 
 def demand(good: Any, sentence: str, error: type[Exception] = Refused) -> None:
@@ -248,17 +242,11 @@ def script_of(text: str) -> tuple[str | None, str]:
 
 
 def split_at_ruler(text: str) -> tuple[str, str, str]:
-    """The same for a log that begins with its script and names no versions: the script ends at the first
-    ruler before which there is whole Python, or after which steps begin."""
-    for found in itertools.islice(re.finditer(rf"^{RULER}\n", text, re.M), 20):
-        whole: Any = STEP.match(text, found.end())
-        with contextlib.suppress(SyntaxError, ValueError, RecursionError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            whole = whole or ast.parse(text[:found.start()])
-        if whole:
-            body = text[found.end():]
-            return text[:found.start()].removesuffix("\n"), body[:20_000], body
-    return text, "", ""         # cut off before the run began
+    """For a log that begins with its script and names no versions: the last ruler ends the script."""
+    script, ruler, body = text.rpartition(f"\n{RULER}\n")
+    if not ruler:
+        return text, "", ""     # cut off before the run began
+    return script, body[:20_000], body
 
 
 def plain_text(raw: bytes) -> str:
@@ -266,33 +254,15 @@ def plain_text(raw: bytes) -> str:
     their own. None for what is no text."""
     text = inputs.decode(raw, "replace")
     if "\0" in text:
-        # UTF-16 that was appended to UTF-8
-        text = re.sub(r"(?:[^\0]\0){8,}", lambda found: found[0].replace("\0", ""), text)
         text = re.sub("\0+", "\ufffd", text)        # a hole
         start = text[:1 << 16]
         odd = sum(not (char.isprintable() or char.isspace()) for char in start) + start.count("\ufffd")
         if odd * 10 > len(start):
             return None
-    if "\x1b" in text or "\x9b" in text:
-        text = ESCAPE.sub("", text)
-    if "\r" in text and "\n" in text:
-        text = re.sub(r"\r+\n", "\n", text)
-    if "\r" in text or "\b" in text:         # each of them goes back to the start of the line
-        text = re.sub(r"\r|[\b]+", "\n", text)
-    if "\ufeff" in text or "\ufffd" in text:
-        text = re.sub("(?m)^[\ufeff\ufffd]+", "", text)
-    if "/s" in text or "/it" in text:
-        text = BAR.sub(r"\1\n", text)
-    return text
-
-
-def excerpt(path: Path) -> str:
-    """The beginning and the end of a file as a log's text; "" for what is no text."""
-    with inputs.open_binary(path) as file:
-        raw = file.read(1 << 18)
-        file.seek(max(0, path.stat().st_size - (1 << 16)) // 4 * 4)      # where a character of UTF-32 begins
-        raw += file.read()
-    return plain_text(raw) or ""
+    text = re.sub(r"\r+\n", "\n", ESCAPE.sub("", text))
+    text = re.sub(r"\r|[\b]+", "\n", text)       # each of them goes back to the start of the line
+    text = re.sub("(?m)^[\ufeff\ufffd]+", "", text)
+    return BAR.sub(r"\1\n", text)
 
 
 def log_text(path: Path) -> str:
@@ -448,9 +418,7 @@ def read_run(path: Path, source: str | None, head: str, body: str) -> Run:
     run.config = dict(re.findall(r"^config (\w+)=(.*)$", rest, re.M))
     run.digests = dict(re.findall(r"^sha256 (\S+):([0-9a-f]{64})$", rest, re.M))
     if settings := re.search(r"^eval settings: (.+)$", rest, re.M):
-        for pair in settings[1].split():
-            name, _, value = pair.partition(":")
-            run.eval[name] = value
+        run.eval = dict(re.findall(r"(\S+?):(\S*)", settings[1]))
     run.summary = dict(SUMMARY.findall(body[-5000:]))
     # finished: there is a final score, or the last validation is at the last step
     totals = re.findall(r"^(?:step:)?\d+/(\d+) ", body[-20_000:], re.M)
@@ -547,18 +515,12 @@ def bpb_text(event: dict[str, Any], digits: int) -> str:
 # ------------------------------------------------------------ many runs
 def agree(runs: list[Run]) -> None:
     """Makes the runs of a record comparable: which of their final scores counts is that which all of a script
-    have, and a validation that ends several logs of a folder before their last step ends them there."""
-    ends = Counter((run.path.parent, run.steps) for run in runs if ends_with_validation(run))
+    have."""
     for run in runs:
         kinds = [[score_kind(tag) for tag, *_ in other.finals] for other in runs
                  if other.finals and other.source == run.source and other.path.parent == run.path.parent]
         common = [kind for kind in (kinds or [[]])[0] if all(kind in other for other in kinds)]
         run.kind = common[-1] if common else ""
-        run.finished |= ends_with_validation(run) and ends[run.path.parent, run.steps] > 1
-
-
-def ends_with_validation(run: Run) -> bool:
-    return bool(run.curves["val"]) and run.curves["val"][-1].step == run.steps > 0
 
 
 def outermost(runs: list[Run]) -> tuple[list[Run], list[Run]]:
@@ -671,14 +633,10 @@ def same_losses(one: Run, other: Run) -> bool:
         return exact[0] == exact[1]
     if (one.finals, one.steps) != (other.finals, other.steps):
         return False
-    curves = []
-    for run in (one, other):
-        points = [("train", point) for point in run.curves["train"] if point.step > 1]
-        if len(points) < LEAST_EQUAL:
-            return False
-        points += [("val", point) for point in run.curves["val"]]
-        curves.append([(split, point.step, point.loss) for split, point in points])
-    return curves[0] == curves[1]
+    train_one, train_other = ([(point.step, point.loss) for point in run.curves["train"] if point.step > 1]
+                              for run in (one, other))
+    val_one, val_other = ([(point.step, point.loss) for point in run.curves["val"]] for run in (one, other))
+    return len(train_one) >= LEAST_EQUAL and train_one == train_other and val_one == val_other
 
 
 def recipe_of(run: Run) -> tuple:
@@ -716,7 +674,7 @@ def demand_seed(run: Run, seed: int, label: str) -> None:
     """Refuses a run that by its own log was trained with another seed than it was asked for."""
     told = run.seed_in_lines
     demand(told in (-1, seed), f"{label}: its log says seed {told} where SEED={seed} was asked for: leave "
-           "the seed to this command, which gives each run its own", WrongSeed)
+           "the seed to this command, which gives each run its own")
 
 
 # ------------------------------------------------------------ curves
@@ -726,12 +684,10 @@ def points_with(run: Run, split: str, axis: str) -> list[Point]:
 
 
 def mean_curve(runs: list[Run], split: str, axis: str, grid: Sequence[float]) -> np.ndarray:
-    """Losses of runs (run, place) at the places of grid on an axis; None where a run has no curve."""
+    """Losses of runs (run, place) at the places of grid on an axis, on which each has two points or more."""
     rows = []
     for run in runs:
         points = points_with(run, split, axis)
-        if len(points) < 2:
-            return None
         places = np.array([getattr(point, axis) for point in points], float)
         losses = np.array([point.smooth for point in points])
         if split == "train":    # single batches are noisy: each with its neighbours

@@ -4,7 +4,6 @@ Every command that tests, ranks or averages scores asks here first. differences(
 demand_comparable() refuses them and says it. What a log does not tell, as those of other projects, counts
 as equal, and a warning names the log.
 """
-import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,23 +21,17 @@ def known(text: str | None) -> str | None:
 
 def number(text: str | None) -> int | None:
     """The same for a number, which may have commas."""
-    with contextlib.suppress(ValueError):
-        return int((known(text) or "").replace(",", ""))
-    return None
+    digits = (text or "").replace(",", "")
+    return int(digits) if digits.isdecimal() else None
 
 
 def inputs_of(run: Run) -> tuple[str | None, str | None]:
     """(digest of the val shards, digest of the tokenizer) of a run of ours."""
-    shards = []
-    tokenizer = None
-    for name, digest in run.digests.items():
-        if name in ("train_gpt.py", "config") or name.startswith("final_model"):
-            continue
-        if name.endswith(".bin"):
-            shards.append(digest)
-        else:
-            tokenizer = digest
-    return " ".join(shards) or None, tokenizer
+    names = [name for name in run.digests
+             if name not in ("train_gpt.py", "config") and not name.startswith("final_model")]
+    shards = [run.digests[name] for name in names if name.endswith(".bin")]
+    tokenizers = [run.digests[name] for name in names if not name.endswith(".bin")]
+    return " ".join(shards) or None, tokenizers[-1] if tokenizers else None
 
 
 def targets_of(run: Run) -> int | None:
@@ -156,21 +149,9 @@ def warnings_of(runs: list[Run], metric: str) -> list[str]:
     return found
 
 
-def agree_on_kind(runs: list[Run], say: Callable) -> None:
-    """Where runs have several final scores, sliding and plain ones say, those count that all have."""
-    kinds = [[score_kind(tag) for tag, *_ in run.finals] or ["plain"] for run in runs]
-    counted = {run.kind or of_run[-1] for run, of_run in zip(runs, kinds)}
-    common = [kind for kind in kinds[0] if all(kind in of_run for of_run in kinds)]
-    if len(counted) > 1 and common:
-        say(f"warning: these runs end with scores of several kinds; {common[-1]} ones count, which all have")
-        for run in runs:
-            run.kind = common[-1]
-
-
 def demand_comparable(runs: list[Run], metric: str, say: Callable = lambda *lines: None) -> None:
     """Refuses runs whose scores are not of the same tokens of the same text, scored alike. say() hears what
     else differs, and what val_loss_partial is."""
-    agree_on_kind(runs, say)
     found = "; ".join(differences(runs, metric))
     demand(not found, "no verdict, since these runs were not all scored on the same tokens in the same way: "
            f"{found}; EVAL_FROM=FILE scores the model of a run again")
@@ -209,8 +190,6 @@ def comparable_curves(runs: list[Run]) -> list[str]:
     if not differences(runs, "val_loss"):
         found.append("val")
     facts = [facts_of(run, "val_loss") for run in runs]
-    texts = by_value(runs, [fact["text"] for fact in facts])
-    tokenizers = by_value(runs, [fact["tokenizer"] for fact in facts])
-    if len(texts) < 2 and len(tokenizers) < 2:
+    if all(len(by_value(runs, [fact[name] for fact in facts])) < 2 for name in ("text", "tokenizer")):
         found.append("train")
     return found

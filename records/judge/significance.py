@@ -113,7 +113,7 @@ def show_p(p: float) -> str:
 
 def p_term(p: float) -> str:
     """The same with its name: p=0.0123 or p<1e-4."""
-    return f"p{show_p(p)}" if p < 1e-4 else f"p={show_p(p)}"
+    return f"p={show_p(p)}".replace("=<", "<")
 
 
 def test_line(test: Test | None) -> str:
@@ -123,12 +123,7 @@ def test_line(test: Test | None) -> str:
     return f"t={test.t:.2f} df={test.df:.3g} {p_term(test.p)}"
 
 
-def is_better(difference: float, metric: str) -> bool:
-    """Is a mean with this difference from another one better?"""
-    return difference > 0 if metric in HIGHER_IS_BETTER else difference < 0
-
-
-def verdict(test: Test | None, difference: float, std: float | None, n: int, metric: str) -> str:
+def verdict(test: Test, difference: float, std: float, n: int) -> str:
     """Better, worse, or how many more runs a side it takes to tell."""
     if test.p < ALPHA:
         return "better"
@@ -137,13 +132,8 @@ def verdict(test: Test | None, difference: float, std: float | None, n: int, met
     need = runs_needed(difference, std) if std else None
     if need:
         more = max(1, need - n)
-        runs = "run" if more == 1 else "runs"
-        text = f"cannot tell: needs about {more} more {runs} per side"
-    else:
-        text = f"cannot tell: {abs(difference):.2g} would need over 1,000 runs per side"
-    if not is_better(difference, metric):
-        text += " (so far B is not ahead)"
-    return text
+        return f"cannot tell: needs about {more} more run{'s' * (more > 1)} per side"
+    return f"cannot tell: {abs(difference):.2g} would need over 1,000 runs per side"
 
 
 def judge(a: Sequence[float], b: Sequence[float], metric: str) -> dict[str, Any]:
@@ -160,7 +150,7 @@ def judge(a: Sequence[float], b: Sequence[float], metric: str) -> dict[str, Any]
     n = min(first.n, second.n)
     return out | {"t": test.t, "df": test.df, "p": test.p, "interval": interval,
                   "detectable": detectable(cautious_std(std, first.n + second.n - 2), n),
-                  "verdict": verdict(test, difference, std, n, metric)}
+                  "verdict": verdict(test, difference, std, n)}
 
 
 def judge_lines(metric: str, found: dict[str, Any]) -> list[str]:

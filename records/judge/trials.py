@@ -96,10 +96,12 @@ def compare(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
     both = [*a, *b]
     metric = pick_metric(both, args.metric)
     demand_comparable(both, metric, say)
+    mean_times = []
     for letter, runs in (("A", a), ("B", b)):
         s = describe([run.value(metric) for run in runs])
         times = [run.time for run in runs if run.time is not None]
         seconds = f"{describe(times).mean:.4f} s" if times else "no times"
+        mean_times += [describe(times).mean] if times else []
         torch, hardware = ("/".join(sorted({str(run.facts.get(key)) for run in runs}))
                            for key in ("torch", "hardware"))
         say(f"{letter}: {name_of_metric(both, metric)} {stats_line(metric, s)}; {seconds}; torch {torch}; "
@@ -114,6 +116,9 @@ def compare(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
     of_a, of_b = ([run.value(metric) for run in runs] for runs in (a, b))
     out = {"metric": metric, **judge(of_a, of_b, metric)}
     say(*judge_lines(metric, out))
+    if len(mean_times) == 2:
+        out["time_ratio"] = mean_times[1] / mean_times[0]
+        say(f"time ratio: {out['time_ratio']:.4f}")
     draw(sides_by_name(a, b), args.out, "A against B")
     say(f"curves: {args.out}")
     return out
@@ -140,11 +145,9 @@ def demand_sides(a: list[Run], b: list[Run]) -> None:
 def stats(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
     """n, values, times, mean, std and tests of whatever lies at the paths."""
     runs = load_runs(args.paths, say)
-    baseline = load_runs([args.baseline], say) if args.baseline else []
-    demand_sides(baseline, runs)
+    demand_samples(runs)
     metric = pick_metric(runs, args.metric)
-    pick_metric(baseline, metric)
-    demand_comparable([*runs, *baseline], metric, say)
+    demand_comparable(runs, metric, say)
     shown = name_of_metric(runs, metric)
     values = [run.value(metric) for run in runs]
     times = [run.time for run in runs if run.time is not None]
@@ -160,19 +163,9 @@ def stats(args: argparse.Namespace, say: Callable) -> dict[str, Any]:
            "time": clock and clock._asdict()}
     say(f"{shown}: {stats_line(metric, s)}", f"time: {stats_line('time', clock)} s" if clock else "time: -")
     if args.target is not None:
-        test = None
-        told = "no test: a target is not a loss of these tokens"
-        if shown == metric:
-            test = target_test(values, args.target, metric)
-            told = test_line(test)
+        comparable = shown == metric
+        test = target_test(values, args.target, metric) if comparable else None
+        told = test_line(test) if comparable else "no test: a target is not a loss of these tokens"
         out["test"] = test and test._asdict()
         say(f"against {args.target:.10g}: {told}")
-    if baseline:
-        of_baseline = [run.value(metric) for run in baseline]
-        found = judge(of_baseline, values, metric)
-        times_before = [run.time for run in baseline if run.time is not None]
-        ratio = describe(times).mean / describe(times_before).mean if times and times_before else None
-        say(f"A, the baseline: {metric} {stats_line(metric, describe(of_baseline))}",
-            *judge_lines(metric, found), f"time ratio: {show('', ratio)}")
-        out |= {"against_baseline": found, "time_ratio": ratio}
     return out

@@ -4,9 +4,7 @@ A finished run is read, never trained again, so a try that was killed goes on wh
 are in sequential.py.
 """
 import csv
-import io
 import json
-import os
 import re
 import shlex
 import shutil
@@ -24,14 +22,14 @@ import numpy as np
 from data import inputs
 from records.judge import sequential
 from records.judge.runs import (
-    Refused, Run, WrongSeed, demand, demand_seed, make_folder, read_log, read_runs, remove_folder,
+    Refused, Run, demand, demand_seed, make_folder, read_log, read_runs, remove_folder,
     why_not_another)
 from records.judge.scores import demand_comparable
 from records.judge.sequential import Noise
 from records.judge.trials import last_line, run_once
 from records.verify.folders import ROOT, sha256, track_of
 
-LEDGER = "logs/tries.tsv"
+LEDGER = Path("logs/tries.tsv")
 COLUMNS = ("number", "when", "commit", "script", "what", "preset", "width", "text", "tokens", "pairs", "gain",
            "low", "high", "std", "evidence", "needed", "verdict", "kept", "seconds")
 MOST_PAIRS = 10         # of a try
@@ -77,8 +75,7 @@ def finished(name: str) -> Run | None:
     log = Path("logs", name, "train.log")
     if not Path("logs", name, "result.json").exists() or not log.exists():
         return None
-    run = read_log(log, read_runs)
-    return run if run.finished else None
+    return read_log(log, read_runs)
 
 
 def run_or_read(change: Change, proxy: Proxy, seed: int, threads: int) -> Run:
@@ -103,9 +100,12 @@ def loss_of(run: Run | Refused) -> float:
     return float(loss)      # type: ignore[arg-type]
 
 
-def side_by_side(jobs: list, workers: int) -> list:
-    """The runs of [(change, proxy, seed)], some at a time; for one that fails the Refused that says why."""
-    threads = max(1, inputs.usable_cpus() // workers)
+def side_by_side(jobs: list) -> list:
+    """The runs of [(change, proxy, seed)], one at a time on a GPU, else one for each core, since a proxy is
+    too small for two threads; for one that fails the Refused that says why."""
+    cpus = inputs.usable_cpus()
+    workers = 1 if shutil.which("nvidia-smi") else cpus
+    threads = cpus // workers
 
     def work(job: tuple) -> Any:
         try:
@@ -116,13 +116,6 @@ def side_by_side(jobs: list, workers: int) -> list:
 
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(work, jobs))
-
-
-def workers_of(args: Any) -> int:
-    """How many runs at a time: one on a GPU, else one a core, since a proxy is too small for two threads."""
-    if args.workers:
-        return int(args.workers)
-    return 1 if shutil.which("nvidia-smi") else inputs.usable_cpus()
 
 
 def planned(change: Change, proxy: Proxy) -> tuple[int, int]:
@@ -182,22 +175,19 @@ def flags_of(words: list[str]) -> dict:
 
 
 # ------------------------------------------------------------ the ledger
-def read_ledger(path: str | Path) -> list[dict]:
+def read_ledger() -> list[dict]:
     """The tries so far: rows of tab-separated cells, whose first line names the columns."""
-    if not Path(path).exists():
+    if not LEDGER.exists():
         return []
-    return list(csv.DictReader(io.StringIO(inputs.read_text(path), newline=""), delimiter="\t"))
+    return list(csv.DictReader(inputs.read_text(LEDGER).split("\n"), delimiter="\t"))
 
 
-def add_to_ledger(path: str | Path, row: dict) -> None:
+def add_to_ledger(row: dict) -> None:
     """Adds a line in one write, so that a kill leaves none or all of it."""
-    make_folder(Path(path).parent)
-    head = "" if Path(path).exists() else "\t".join(COLUMNS) + "\n"
+    head = "" if LEDGER.exists() else "\t".join(COLUMNS) + "\n"
     cells = [re.sub(r"\s+", " ", str(row.get(name, ""))) for name in COLUMNS]
-    with open(path, "a", encoding="utf-8") as file:
+    with open(LEDGER, "a", encoding="utf-8") as file:
         file.write(head + "\t".join(cells) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def noise_of(tries: list[dict], proxy: Proxy) -> Noise:
@@ -216,7 +206,7 @@ def noise_of(tries: list[dict], proxy: Proxy) -> Noise:
 def try_change(args: Any, say: Callable) -> dict:
     """The working tree, or a setting, against HEAD on the proxy, until the verdict stands."""
     began = time.monotonic()
-    tries = read_ledger(args.ledger)
+    tries = read_ledger()
     number = max([int(row["number"]) for row in tries], default=0) + 1
     # 1. the two scripts
     commit = git("rev-parse", "--short", "HEAD").strip()
@@ -253,8 +243,8 @@ def try_change(args: Any, say: Callable) -> dict:
                needed=f"{needed:.4g}")
     row |= pairs_of(head, yours, proxy, number, noise, needed, args, say)
     row |= dict(when=f"{datetime.now(UTC):%FT%TZ}", seconds=round(time.monotonic() - began))
-    add_to_ledger(args.ledger, row)
-    say(f"verdict: {row['said']}; {row['seconds']} s; written to {args.ledger}")
+    add_to_ledger(row)
+    say(f"verdict: {row['said']}; {row['seconds']} s; written to {LEDGER}")
     return row
 
 
@@ -269,17 +259,6 @@ def proxy_of(args: Any, tries: list[dict], head: Change) -> tuple[Proxy, int]:
     return Proxy(args.preset, width, args.text), tokens
 
 
-def quiet(*lines: str) -> None:
-    """say() for what was said before."""
-
-
-def add_sample(runs: list[Run], run: Run, change: Change) -> None:
-    """Adds a run of another seed to those of a change. Raises Refused if it is one of them again."""
-    why = why_not_another(run, runs)
-    demand(not why, f"{change.name}: {why}: its train_gpt.py must heed SEED")
-    runs.append(run)
-
-
 def pairs_of(head: Change, yours: Change, proxy: Proxy, number: int, noise: Noise, needed: float,
              args: Any, say: Callable) -> dict:
     """Runs pairs until the verdict stands -> the ledger's cells about them."""
@@ -292,23 +271,21 @@ def pairs_of(head: Change, yours: Change, proxy: Proxy, number: int, noise: Nois
         jobs = [(head, proxy, seed), (yours, proxy, seed)]
         if args.same:       # else both would be one run
             jobs[1] = (yours, proxy, seed + 50)
-        if len(gains) % 2:      # in turn, where one runs after the other
-            after, before = side_by_side(jobs[::-1], workers_of(args))
-        else:
-            before, after = side_by_side(jobs, workers_of(args))
+        before, after = side_by_side(jobs)
         head_loss = loss_of(before)
-        add_sample(runs_before, before, head)
-        if isinstance(after, WrongSeed):
-            raise after
         try:
             loss = loss_of(after)
         except Refused as error:
             return dict(pairs=len(gains), verdict="fails", kept="no", said=f"fails: {error}")
-        add_sample(runs_after, after, yours)
-        demand_comparable([runs_before[0], before, after], "val_loss", quiet if gains else say)
+        for change, run, earlier in ((head, before, runs_before), (yours, after, runs_after)):
+            why = why_not_another(run, earlier)
+            demand(not why, f"{change.name}: {why}: its train_gpt.py must heed SEED")
+            earlier.append(run)
+        hearers = [] if gains else [say]        # what it says of the first pair holds for all
+        demand_comparable([runs_before[0], before, after], "val_loss", *hearers)
         gains.append(head_loss - loss)
         series = sequential.series_of(gains, noise)
-        said, stop = sequential.verdict(series, needed, args.pairs)
+        said, stop = sequential.verdict(series, needed, MOST_PAIRS)
         say(f"pair {len(gains)}: {head.name} {head_loss:.4f}, {yours.name} {loss:.4f}, "
             f"gain {gains[-1]:+.4f}; mean {series.mean:+.4f}, "
             f"evidence {sequential.evidence(series):.3g} of {needed:.0f}")
