@@ -7,7 +7,7 @@ import pytest
 from helpers import ROOT
 from records.judge import runs, scores, tries
 from records.judge.tries import Change, Proxy
-from records.verify import checks
+from records.verify import checks, new_record
 
 VAL = "a" * 64
 TOKENIZER = "b" * 64
