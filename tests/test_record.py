@@ -328,10 +328,10 @@ def test_rules_agree_with_the_trainer():
     for preset in ("tiny", "golf"):
         track = folders.TRACKS[preset]
         cfg = train_gpt.load_config({"PRESET": preset})
-        assert track.time_cap == cfg.max_wallclock_seconds
-        assert track.byte_cap == cfg.artifact_bytes_limit
-        assert track.data == os.path.basename(cfg.data_path)
-    assert folders.TRACKS["tiny"].fingerprint == train_gpt.load_config({}).data_fingerprint
+        size = getattr(cfg, "artifact_bytes_limit", 0)
+        assert (track.byte_cap, track.time_cap, track.data) == (
+            size, cfg.max_wallclock_seconds, os.path.basename(cfg.data_path))
+        assert track.fingerprint == getattr(cfg, "data_fingerprint", "")
 
 
 # ------------------------------------------------------------ new, from toy runs
@@ -718,8 +718,8 @@ def test_golf_by_another_tokenizer(version, name, tokens, size, words):
     data = dict(name=f"fineweb10B_{name}", fingerprint=None, val_tokens=tokens, val_bytes=size,
                 train_tokens=9, sha256={})
     facts = {key: str(value) for key, value in data.items()} | {"data": data["name"]}
-    run = run_of({"data": data}, facts=facts)
-    track = folders.RULES[version].tracks["golf"]
-    said = verdict(checks.check_data, SimpleNamespace(track=track, runs=[run]))
+    folder = SimpleNamespace(runs=[run_of({"data": data}, facts=facts)],
+                             track=folders.RULES[version].tracks["golf"])
+    said = verdict(checks.check_data, folder)
     assert words in said if words else said is None
     assert checks.MEMBERS.fullmatch("final_model.brot.ptz")
