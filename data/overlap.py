@@ -10,8 +10,7 @@ Memory: 12 bytes for each SPACING bytes of val.
 """
 import itertools
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,13 +73,10 @@ def batches(texts: Iterable[str]) -> Iterator[list[bytes]]:
     return in_batches((text.encode() for text in texts), BATCH)
 
 
-class ValText:
-    """The kept windows of val: `hashes`, ascending uint64 (n,), and `needed`, int32 (n,): how many windows
-    that count make a run with this one, NEVER for one that does not count."""
-
-    def __init__(self, hashes: np.ndarray, needed: np.ndarray) -> None:
-        self.hashes = hashes
-        self.needed = needed
+class ValText(NamedTuple):
+    """The kept windows of val."""
+    hashes: np.ndarray  # uint64 (n,), ascending
+    needed: np.ndarray  # int32 (n,): how many windows that count make a run with this one, or NEVER
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> "ValText":
@@ -106,14 +102,6 @@ class ValText:
         order = np.lexsort((needed, hashes))
         hashes, first, holders = np.unique(hashes[order], return_index=True, return_counts=True)
         return cls(hashes, np.where(holders < COMMON, needed[order][first], NEVER))
-
-    def save(self, path: Path) -> None:
-        np.savez(path, hashes=self.hashes, needed=self.needed)
-
-    @classmethod
-    def load(cls, path: Path) -> "ValText":
-        with np.load(path) as saved:
-            return cls(saved["hashes"], saved["needed"])
 
     def runs(self, texts: list[bytes]) -> list[tuple[int, int, int]]:
         """(index of the text, start, stop) of each run in these texts as UTF-8, in order; start and stop
