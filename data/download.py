@@ -484,8 +484,9 @@ def run(args: argparse.Namespace) -> str:
             return get_core(folder, partial, url)
     if args.source == "gpt2-vocab":
         url = web_address("GPT2_VOCAB_URL", GPT2_VOCAB_URL)
-        vocab = File("GPT-2's vocabulary", args.out / "tokenizers/gpt2_vocab.json", "", None, GPT2_VOCAB_SHA256)
-        with alone(args, vocab.local.parent):
+        place = args.out / "tokenizers/gpt2_vocab.json"
+        vocab = File("GPT-2's vocabulary", place, "", sha256=GPT2_VOCAB_SHA256)
+        with alone(args, place.parent):
             return get_gpt2_vocab(vocab, url)
     source = SOURCES[args.source]
     get = get_tokens if source.val else get_parquet
