@@ -28,6 +28,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -38,7 +39,6 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 try:
     import numpy as np
@@ -312,9 +312,9 @@ def write_manifest(path: Path, source: Source, revision: str | None,
 
 
 def fetch_missing(source: Source, files: list[File], revision: str | None, out: Path, endpoint: str,
-                  more: int = 0) -> tuple[dict[File, str], list[File]]:
+                  more: int = 0) -> dict[File, str]:
     """Verify the files that are there and download the others; the disk must have room for `more` bytes
-    besides. Returns (sha256 of each file, files that were downloaded)."""
+    besides. Returns the sha256 of each file."""
     digests = {}
     for file in [file for file in files if file.local.is_file()]:
         try:
@@ -326,12 +326,9 @@ def fetch_missing(source: Source, files: list[File], revision: str | None, out: 
     if missing and source.val:                   # until the end it would list other shards than are there
         (out / "datasets" / source.name / "manifest.json").unlink(missing_ok=True)
     digests |= download(endpoint, source, revision, missing)
-    return {file: digests[file] for file in files}, missing
-
-
-def describe(source: Source, files: list[File], missing: list[File]) -> str:
-    return (f"{source.name}: {len(files)} files verified, {len(missing)} of them downloaded now "
-            f"({sum(file.size for file in missing) / 1e6:,.1f} MB)")
+    print(f"{source.name}: {len(files)} files verified, {len(missing)} of them downloaded now "
+          f"({sum(file.size for file in missing) / 1e6:,.1f} MB)", flush=True)
+    return {file: digests[file] for file in files}
 
 
 def get_tokens(args: argparse.Namespace, source: Source, endpoint: str) -> str:
@@ -339,14 +336,13 @@ def get_tokens(args: argparse.Namespace, source: Source, endpoint: str) -> str:
     out = args.out
     revision, listing = list_files(endpoint, source.repo)
     files = select(source, listing, args.train_shards, out)
-    digests, missing = fetch_missing(source, files, revision, out, endpoint)
+    digests = fetch_missing(source, files, revision, out, endpoint)
     manifest = write_manifest(out / "datasets" / source.name / "manifest.json", source, revision, digests)
     tokens = Counter()
     for file in manifest["files"]:
         tokens[file["split"]] += file["tokens"]
     size = f" ({manifest['val_bytes']:,} bytes)" if manifest["val_bytes"] else ""
-    return (f"{describe(source, files, missing)}, {tokens['train']:,} train tokens, "
-            f"{tokens['val']:,} val tokens{size}")
+    return f"{source.name}: {tokens['train']:,} train tokens, {tokens['val']:,} val tokens{size}"
 
 
 def get_parquet(args: argparse.Namespace, source: Source, endpoint: str) -> str:
@@ -363,12 +359,11 @@ def get_parquet(args: argparse.Namespace, source: Source, endpoint: str) -> str:
     try:        # what can be refused before the download
         places = prepare.layout(request, out)
         if places.folder.exists() and not args.force:
-            prepare.check_same_source(places.folder, request)
+            prepare.is_complete(places.folder, request)
             more = 0
         else:
             prepare.check_places(places)
-        digests, missing = fetch_missing(source, files, revision, out, endpoint, more)
-        print(describe(source, files, missing), flush=True)
+        fetch_missing(source, files, revision, out, endpoint, more)
         prepare.build(request, out, args.force)
     except prepare.DataError as error:
         raise Refused(str(error)) from None
@@ -451,12 +446,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def web_address(variable: str, default: str) -> str:
     """The environment variable, or the default; raises Refused if it is no web address."""
     address = os.environ.get(variable) or default
-    try:
-        if urlsplit(address).scheme in ("http", "https") and urlsplit(address).hostname:
-            return address
-    except ValueError:
-        pass
-    raise Refused(f"{variable} must be an http:// or https:// address")
+    if not re.match(r"https?://(\[[\da-f:.]+\]|[^/\[])", address):
+        raise Refused(f"{variable} must be an http:// or https:// address")
+    return address
 
 
 @contextlib.contextmanager

@@ -125,6 +125,12 @@ class Request:
     keeps_order: bool = False  # of the documents, in the shards; val_files are used up to val_bytes
 
 
+def other_encodings(path: Path) -> str:
+    """What to do with a file that is not UTF-8."""
+    return (f"if it is Latin-1, --encoding latin-1 reads it, or convert it with `iconv -f LATIN1 -t UTF-8 "
+            f"{path.name} > NEW`")
+
+
 # --- documents: a reader takes an open binary file, its path and counts (see documents), and yields texts,
 # --- None for a row whose text is null
 
@@ -153,14 +159,12 @@ def split_at_marks(text: str, counts: Counter[str]) -> Iterator[str]:
     yield from [part.decode() for part in parts if part.strip()]
 
 
-def split_pieces(raw: BinaryIO, target: int, marks: bool, counts: Counter[str]
-                 ) -> Iterator[tuple[int, bytes]]:
-    """(number of its first line, bytes) of the open file `raw` in pieces of about `target` bytes. A piece
-    ends at a mark, which is no part of it, else at the first blank line between target and 2 * target, else
-    at the first line end there, else at 2 * target."""
+def split_pieces(raw: BinaryIO, target: int, marks: bool, counts: Counter[str]) -> Iterator[bytes]:
+    """The bytes of the open file `raw` in pieces of about `target` bytes. A piece ends at a mark, which is no
+    part of it, else at the first blank line between target and 2 * target, else at the first line end there,
+    else at 2 * target."""
     buffer = b""
     start = 0
-    line = 1
     may_have_marks = False
     while True:
         if len(buffer) - start <= 2 * target + LONGEST_MARK:
@@ -172,15 +176,14 @@ def split_pieces(raw: BinaryIO, target: int, marks: bool, counts: Counter[str]
         far = start + 2 * target
         mark = MARK.search(buffer, start, far + LONGEST_MARK) if may_have_marks else None
         if mark and mark.start() <= far:
-            stop, after = mark.span()
             counts["marks"] += 1
+            if buffer[start:mark.start()].strip():
+                yield buffer[start:mark.start()]
+            start = mark.end()
         else:
-            mark = None
-            stop = after = end_of_piece(buffer, start + target, far)
-        if not mark or buffer[start:stop].strip():
-            yield line, buffer[start:stop]
-        line += buffer.count(b"\n", start, after)
-        start = after
+            stop = end_of_piece(buffer, start + target, far)
+            yield buffer[start:stop]
+            start = stop
 
 
 def end_of_piece(buffer: bytes, near: int, far: int) -> int:
@@ -194,19 +197,10 @@ def end_of_piece(buffer: bytes, near: int, far: int) -> int:
     return stop
 
 
-def not_utf8(path: Path, what: str) -> DataError:
-    return DataError(f"{what} is not UTF-8: if it is Latin-1, --encoding latin-1 reads it, or convert it "
-                     f"with `iconv -f LATIN1 -t UTF-8 {path.name} > NEW`")
-
-
 def read_text_file(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str]:
     stream = inputs.text_stream(raw, file.encoding)
-    for line, piece in split_pieces(stream, file.piece, file.marks, counts):
-        try:
-            yield piece.decode()
-        except UnicodeDecodeError as error:
-            line += piece.count(b"\n", 0, error.start)
-            raise not_utf8(file.path, f"{file.path}: line {line}") from None
+    for piece in split_pieces(stream, file.piece, file.marks, counts):
+        yield piece.decode()
 
 
 # Numbers are not read, and Python limits the digits of an integer, but not those of a float
@@ -214,10 +208,9 @@ JSON = json.JSONDecoder(parse_int=float)
 BLANKS = re.compile(r"\s*")
 
 
-def json_values(line: bytes) -> Iterator[Any]:
-    """The values of a line of JSON: one, or several where no line end but CR stands between them. Raises
-    ValueError."""
-    text = line.decode().removeprefix("\ufeff").strip()        # files with marks may have been joined
+def json_values(text: str) -> Iterator[Any]:
+    """The values of some JSON: one, or several, as where lines end with CR alone. Raises ValueError."""
+    text = text.removeprefix("\ufeff").strip()        # files with marks may have been joined
     at = 0
     while at < len(text):
         value, end = JSON.raw_decode(text, at)
@@ -241,41 +234,37 @@ def text_of(row: Any, counts: Counter[str]) -> str | None:
 NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError)     # where JSON is no row of text
 
 
-def texts_of_json(file: Input, where: str, content: bytes, counts: Counter[str]) -> list[str | None]:
+def texts_of_json(content: str, where: str, counts: Counter[str]) -> list[str | None]:
     """The `text` of every object in some JSON, which a list may hold. DataError where anything else is."""
     try:
         values = [*json_values(content)]
         rows = values[0] if len(values) == 1 and isinstance(values[0], list) else values
         return [text_of(row, counts) for row in rows]
-    except UnicodeDecodeError:
-        raise not_utf8(file.path, where) from None
     except NO_ROW:
         raise DataError(f"{where} is no JSON object with a string `text`, nor a list of them") from None
 
 
 def read_jsonl(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str | None]:
     for number, line in enumerate(inputs.text_stream(raw, file.encoding), 1):
-        yield from texts_of_json(file, f"{file.path}: line {number}", line, counts)
+        yield from texts_of_json(line.decode(), f"{file.path}: line {number}", counts)
 
 
 def read_json(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str | None]:
     """A file that is held in memory as a whole."""
-    content = inputs.text_stream(raw, file.encoding).read()
-    yield from texts_of_json(file, str(file.path), content, counts)
+    content = inputs.text_stream(raw, file.encoding).read().decode()
+    yield from texts_of_json(content, str(file.path), counts)
 
 
 def csv_rows(raw: BinaryIO, encoding: str = "") -> Any:
     """The rows of an open table, a dictionary each; None without a column `text` in the first line. The
     delimiter is the one that sets `text` apart there: a comma, a tab or a semicolon."""
     stream = inputs.text_stream(raw, encoding)
-    start = stream.peek()[:1 << 16]
-    first_line = start.decode(errors="replace").partition("\n")[0].removeprefix("\ufeff").strip("\r")
+    start = stream.peek()[:1 << 16].decode(errors="replace").removeprefix("\ufeff")
     for delimiter in ",\t;":
-        with contextlib.suppress(csv.Error):
-            names = [name.strip() for name in next(csv.reader([first_line], delimiter=delimiter), [])]
-            if "text" in names:
-                lines = io.TextIOWrapper(stream, "utf-8", newline="")
-                return csv.DictReader(lines, names, delimiter=delimiter, strict=True)
+        names = [name.strip() for name in next(csv.reader(start.splitlines()[:1], delimiter=delimiter), [])]
+        if "text" in names:
+            lines = io.TextIOWrapper(stream, "utf-8", newline="")
+            return csv.DictReader(lines, names, delimiter=delimiter, strict=True)
     return None
 
 
@@ -296,10 +285,6 @@ def read_csv(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str]:
     except csv.Error as error:
         raise DataError(f"{path}: line {rows.line_num} is not CSV ({error}): mend it, or name the file .txt "
                         "to read it as it is") from None
-    except UnicodeDecodeError as error:
-        if error.encoding != "utf-8":
-            raise
-        raise not_utf8(path, f"{path}: the text after line {rows.line_num}") from None
 
 
 def read_python(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str]:
@@ -356,7 +341,8 @@ def whole_documents(file: Input, counts: Counter[str]) -> Iterator[str]:
         except inputs.DAMAGED:
             raise DataError(f"{file.path}: the compressed data is damaged") from None
         except UnicodeDecodeError as error:
-            raise DataError(f"{file.path} is not whole {error.encoding.upper()}") from None
+            raise DataError(f"{file.path} is not whole {error.encoding.upper()}: {other_encodings(file.path)}"
+                            ) from None
 
 
 # --- what the input files are --------------------------------------------------------------------------
@@ -395,7 +381,7 @@ def is_rows(path: Path, encoding: str) -> bool:
     """Are the first two lines of a file, or its only one, JSON objects with a `text`?"""
     with inputs.open_binary(path) as raw, contextlib.suppress(*NO_ROW, *inputs.DAMAGED):
         stream = inputs.text_stream(raw, encoding)
-        rows = [row for _ in range(2) for row in json_values(stream.readline(1 << 24))]
+        rows = [row for _ in range(2) for row in json_values(stream.readline(1 << 24).decode())]
         for row in rows:
             text_of(row, Counter())
         return bool(rows)
@@ -462,9 +448,7 @@ def find_in_folder(folder: Path, encoding: str = "") -> list[Input]:
             left_out.append(path)
     say_left_out(left_out, "no text, archives or links to nowhere")
     if no_utf8:
-        say_left_out(no_utf8, f"{NOT_UTF8} ({len(no_utf8):,} files). If it is Latin-1, --encoding latin-1 "
-                     "reads it, or convert each file with `iconv -f LATIN1 -t UTF-8 "
-                     f"{no_utf8[0].name} > NEW`")
+        say_left_out(no_utf8, f"{NOT_UTF8} ({len(no_utf8):,} files): {other_encodings(no_utf8[0])}")
     return files
 
 
@@ -570,15 +554,21 @@ def text_fingerprint(val_hashes: np.ndarray, train_hashes: np.ndarray) -> str:
                           + b"train" + train_hashes.astype("<u8").tobytes()).hexdigest()
 
 
-def hash_documents(file: Input) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
-    """Hash (uint64) and UTF-8 bytes (int64) of every document of a file in reading order, and its counts."""
+DOCUMENT = np.dtype([("hash", np.uint64), ("size", np.int64)])
+
+
+class Found(NamedTuple):
+    """What is in a file."""
+    file: Input
+    documents: np.ndarray  # DOCUMENT (n,), in reading order
+    cuts: Cuts
+
+
+def hash_documents(file: Input) -> tuple[Found, Counter[str]]:
+    """The documents of a file, and its counts."""
     counts: Counter[str] = Counter()
-    hashes = array("Q")
-    sizes = array("q")
-    for text in documents(file, counts):
-        hashes.append(document_hash(text))
-        sizes.append(len(text.encode()))
-    return np.array(hashes, np.uint64), np.array(sizes, np.int64), counts
+    rows = ((document_hash(text), len(text.encode())) for text in documents(file, counts))
+    return Found(file, np.fromiter(rows, DOCUMENT), {}), counts
 
 
 def choose_val(sizes: np.ndarray, val_bytes: int) -> tuple[np.ndarray, str]:
@@ -603,9 +593,10 @@ def choose_val(sizes: np.ndarray, val_bytes: int) -> tuple[np.ndarray, str]:
     return small & (small.cumsum() <= min(n_val, max(1, len(sizes) - 1))), warning
 
 
-def say_val(val: int, train: int, val_bytes: int) -> None:
-    """What val is, where it is not what was asked for. val, train: bytes of text."""
-    total = val + train
+def say_val(split_bytes: list[int], val_bytes: int) -> None:
+    """What val is, where it is not what was asked for. split_bytes: of text in val and train."""
+    val = split_bytes[0]
+    total = sum(split_bytes)
     about = f"val is {val:,} of {total:,} bytes ({val / total:.0%})"
     if val > 2 * min(val_bytes, total // 10):
         print(f"warning: {about}, since documents are few or long: give more of them, or --val PATH")
@@ -613,63 +604,50 @@ def say_val(val: int, train: int, val_bytes: int) -> None:
         print(f"{about}: about a tenth of the text, since {val_bytes:,} would be more")
 
 
-def wanted_documents(file: Input, cuts: Cuts, hashes: np.ndarray,
-                     wanted: np.ndarray) -> Iterator[tuple[int, str]]:
-    """(index, text) of those documents of a file that are wanted, by ascending index. hashes: of all of its
-    documents; DataError where the texts are others by now."""
-    is_wanted = np.zeros(len(hashes), bool)
-    is_wanted[wanted] = True
-    read = 0
-    changed = DataError("the input changed while it was being read")
-    for index, text in enumerate(documents(file, Counter(), cuts)):
-        if index >= len(hashes) or is_wanted[index] and document_hash(text) != hashes[index]:
-            raise changed
-        if is_wanted[index]:
-            read += 1
-            yield index, text
-    if read < len(wanted):
-        raise changed
+def wanted_documents(found: Found, wanted: np.ndarray) -> Iterator[str]:
+    """Those documents of a file that are wanted, bool (n,). DataError where the texts are others by now."""
+    texts = documents(found.file, Counter(), found.cuts)
+    try:
+        for text, key, is_wanted in zip(texts, found.documents["hash"], wanted, strict=True):
+            if is_wanted and document_hash(text) != key:
+                raise ValueError
+            if is_wanted:
+                yield text
+    except ValueError:
+        raise DataError("the input changed while it was being read") from None
 
 
-def texts_of(file: Input, cuts: Cuts, hashes: np.ndarray, wanted: np.ndarray) -> list[str]:
-    """The documents of a file with these ascending indices."""
-    return [text for _, text in wanted_documents(file, cuts, hashes, wanted)]
+def texts_of(found: Found, wanted: np.ndarray) -> list[str]:
+    return [*wanted_documents(found, wanted)]
 
 
-def cut_file(file: Input, hashes: np.ndarray, sizes: np.ndarray, val: overlap.ValText,
-             val_hashes: np.ndarray) -> tuple[Cuts, np.ndarray, np.ndarray]:
-    """(cuts, hashes and sizes of the file's documents after them): what is left of documents that hold text
-    of val, other than val's own."""
+def cut_file(found: Found, val: overlap.ValText, val_hashes: np.ndarray) -> Found:
+    """The same without text of val in documents other than val's own."""
+    others = ~np.isin(found.documents["hash"], val_hashes)
     cuts = {}
-    parts = [([key], [size]) for key, size in zip(hashes, sizes)]
-    others = np.flatnonzero(~np.isin(hashes, val_hashes))
-    found, again = itertools.tee(wanted_documents(file, {}, hashes, others))
-    for (index, text), left in zip(found, val.left_of(text for _, text in again)):
+    rows = [[row] for row in found.documents.tolist()]
+    texts, again = itertools.tee(wanted_documents(found, others))
+    for index, text, left in zip(np.flatnonzero(others).tolist(), texts, val.left_of(again)):
         if left is not None:
             raw = text.encode()
             cuts[index] = left
-            parts[index] = ([document_hash(raw[start:stop].decode()) for start, stop in left],
-                            [stop - start for start, stop in left])
-    return (cuts, np.array([key for keys, _ in parts for key in keys], np.uint64),
-            np.array([size for _, some in parts for size in some], np.int64))
+            rows[index] = [(document_hash(raw[start:stop].decode()), stop - start) for start, stop in left]
+    return Found(found.file, np.array([row for part in rows for row in part], DOCUMENT), cuts)
 
 
 class Corpus:
     """The distinct documents of a request, those of val before those of train, without val's text in train.
 
-    `files`, val's first; `cuts`: of each of them; `hashes`, `sizes`: of all documents in reading order;
-    `starts`: of each file; `order`: indices of the documents that are kept, the `n_val` of val first, each
-    split by ascending hash or as they were read; `unused`: how many of the val files are neither; `counts`:
-    see documents(); `cut_bytes`: text of val left out."""
+    `found`: what is in each file, val's first; `hashes`, `sizes`: of all documents in reading order;
+    `starts`: of each file; `order`: indices of the documents that are kept, the `n_val` of val first, each split by
+    ascending hash or as they were read; `unused`: how many of the val files are neither; `counts`: see
+    documents(); `cut_bytes`: text of val left out."""
 
     def __init__(self, request: Request, processes: int) -> None:
         self.request = request
         self.processes = processes
-        self.counts: Counter[str] = Counter()
         val_files = request.val_files or []
-        self.files = val_files + request.files
-        self.cuts: list[Cuts] = [{} for _ in self.files]
-        self.scan()
+        self.scan(val_files + request.files)
         if not val_files:
             self.cut_finer()
         self.unused = 0
@@ -677,21 +655,19 @@ class Corpus:
         self.select(val_hashes)
         before = int(self.sizes.sum())
         if not request.frozen:
-            self.cut_val(val_hashes, {file.path for file in val_files})
-            self.select(val_hashes)
+            self.cut_val(val_hashes, len(val_files))
         self.cut_bytes = before - int(self.sizes.sum())
         if not val_files:
-            say_val(*self.split_bytes(), request.val_bytes)
+            say_val(self.split_bytes(), request.val_bytes)
 
-    def scan(self) -> None:
-        """Hashes and sizes of all documents. DataError if there are none."""
-        found = []
-        self.counts.clear()
-        jobs = [(file,) for file in self.files]
-        for hashes, sizes, counts in self.map_files(hash_documents, jobs, "reading"):
-            found.append((hashes, sizes))
+    def scan(self, files: list[Input]) -> None:
+        """Finds all documents. DataError if there are none."""
+        self.counts: Counter[str] = Counter()
+        self.found = []
+        for found, counts in self.map_files(hash_documents, [(file,) for file in files], "reading"):
+            self.found.append(found)
             self.counts += counts
-        self.join(found)
+        self.join()
         if not len(self.hashes):
             raise DataError("there is no text in the input")
 
@@ -700,34 +676,30 @@ class Corpus:
         results = parallel_map(function, jobs, min(self.processes, len(jobs)))
         return tqdm(results, label, len(jobs), leave=False, disable=None, unit=" files")
 
-    def join(self, found: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Sets what is known of all documents from (hashes, sizes) of each file."""
-        self.starts = np.cumsum([0, *[len(hashes) for hashes, _ in found]])
-        self.hashes = np.concatenate([np.zeros(0, np.uint64), *[hashes for hashes, _ in found]])
-        self.sizes = np.concatenate([np.zeros(0, np.int64), *[sizes for _, sizes in found]])
-
-    def parts(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes and sizes of a file's documents."""
-        part = slice(self.starts[number], self.starts[number + 1])
-        return self.hashes[part], self.sizes[part]
+    def join(self) -> None:
+        """Sets what is known of all documents."""
+        each = [found.documents for found in self.found]
+        self.starts = np.cumsum([0, *map(len, each)])
+        joined = np.concatenate([np.zeros(0, DOCUMENT), *each])
+        self.hashes = joined["hash"]
+        self.sizes = joined["size"]
 
     def val_fits(self) -> bool:
         """Would val be about as large as asked for, and of files that are cut anyway at least four pieces?"""
         sizes = self.sizes[np.unique(self.hashes, return_index=True)[1]]
         is_val, _ = choose_val(sizes, self.request.val_bytes)
         target = min(self.request.val_bytes, int(sizes.sum()) // 10)
-        few = is_val.sum() < 4 and all(file[1:3] == ("text", TEXT_PIECE) for file in self.files)
+        few = is_val.sum() < 4 and all(file[1:3] == ("text", TEXT_PIECE) for file, *_ in self.found)
         return len(sizes) > 1 and not few and sizes[is_val].sum() <= 1.5 * target
 
     def cut_finer(self) -> None:
         """Where val would be far larger than asked for, plain text is read again in shorter documents."""
-        is_text = [file.kind == "text" for file in self.files]
+        is_text = [found.file.kind == "text" for found in self.found]
         if not any(is_text) or self.val_fits():
             return
         total = int(self.sizes.sum())
         piece = max(LEAST_PIECE, min(self.request.val_bytes, total // 10) // 4)
-        self.files = [file._replace(piece=min(file.piece, piece)) for file in self.files]
-        self.scan()
+        self.scan([file._replace(piece=min(file.piece, piece)) for file, *_ in self.found])
         if all(is_text) and total < 40 * LEAST_PIECE and not self.val_fits():
             raise DataError(f"{total:,} bytes of text are too few to hold out a tenth, which would leave "
                             f"nothing for train: {40 * LEAST_PIECE:,} are enough")
@@ -768,16 +740,14 @@ class Corpus:
         self.order = np.concatenate([order[is_val], order[~is_val]])
         self.n_val = int(is_val.sum())
 
-    def cut_val(self, val_hashes: np.ndarray, val_files: set[Path]) -> None:
+    def cut_val(self, val_hashes: np.ndarray, val_files: int) -> None:
         """Leaves out of train what stands in val."""
-        found = [self.parts(number) for number in range(len(self.files))]
-        numbers = [number for number, file in enumerate(self.files) if file.path not in val_files]
-        places = np.sort(self.order[:self.n_val])
-        val = overlap.ValText.of(text for file in self.by_file(places) for text in texts_of(*file))
-        jobs = [(self.files[number], *found[number], val, val_hashes) for number in numbers]
-        for number, result in zip(numbers, self.map_files(cut_file, jobs, "comparing with val")):
-            self.cuts[number], *found[number] = result
-        self.join(found)
+        parts = self.by_file(self.order[:self.n_val])
+        val = overlap.ValText.of(text for part in parts for text in wanted_documents(*part))
+        jobs = [(found, val, val_hashes) for found in self.found[val_files:]]
+        self.found[val_files:] = self.map_files(cut_file, jobs, "comparing with val")
+        self.join()
+        self.select(val_hashes)
 
     def split_hashes(self) -> list[np.ndarray]:
         """Ascending hashes of val and of train."""
@@ -791,12 +761,12 @@ class Corpus:
         """Documents that are in neither split because another one is equal."""
         return len(self.hashes) - self.unused - len(self.order)
 
-    def by_file(self, places: np.ndarray) -> list[tuple[Input, Cuts, np.ndarray, np.ndarray]]:
-        """(file, its cuts, its hashes, which of its documents) for each file that has some of these, which
-        are ascending."""
-        parts = np.split(places, np.searchsorted(places, self.starts[1:-1]))
-        return [(self.files[number], self.cuts[number], self.parts(number)[0], part - self.starts[number])
-                for number, part in enumerate(parts) if len(part)]
+    def by_file(self, places: np.ndarray) -> list[tuple[Found, np.ndarray]]:
+        """(what is in it, which of its documents) for each file that has some of these."""
+        wanted = np.zeros(len(self.hashes), bool)
+        wanted[places] = True
+        parts = np.split(wanted, self.starts[1:-1])
+        return [(found, part) for found, part in zip(self.found, parts) if part.any()]
 
     def sample(self) -> list[str]:
         """The train documents with the smallest hashes, SAMPLE_BYTES together, by ascending hash."""
@@ -805,14 +775,14 @@ class Corpus:
         order = order[:np.searchsorted(self.sizes[order].cumsum(), SAMPLE_BYTES) + 1]
         wanted = np.sort(order)
         texts = []
-        for found in self.map_files(texts_of, self.by_file(wanted), "sampling"):
-            texts += found
+        for part in self.map_files(texts_of, self.by_file(wanted), "sampling"):
+            texts += part
         return [texts[place] for place in np.searchsorted(wanted, order)]
 
     def tokens(self, model: bytes) -> Generator[np.ndarray, None, None]:
         """BOS and tokens, as uint16, of the documents that are kept, as they are read."""
         threads = inputs.usable_cpus() if self.processes == 1 else 1
-        texts = (text for file in self.by_file(np.sort(self.order)) for _, text in wanted_documents(*file))
+        texts = (text for part in self.by_file(self.order) for text in wanted_documents(*part))
         jobs = ((model, batch, threads) for batch in overlap.in_batches(texts, BATCH_BYTES))
         total = sum(self.split_bytes()) // BATCH_BYTES
         with contextlib.closing(parallel_map(encode_batch, jobs, self.processes)) as results:
@@ -1025,14 +995,12 @@ def in_order(corpus: Corpus, arrays: Iterator[np.ndarray], scratch: BinaryIO) ->
     if corpus.request.keeps_order:
         yield from arrays
         return
-    start, length = np.zeros((2, len(corpus.hashes)), np.int64)
-    for place, tokens in zip(np.sort(corpus.order), arrays):
-        start[place] = scratch.tell()
-        length[place] = len(tokens)
-        scratch.write(tokens.tobytes())
-    for place in corpus.order:
-        scratch.seek(int(start[place]))
-        yield np.frombuffer(scratch.read(2 * int(length[place])), "<u2")
+    ends = [0]
+    for tokens in arrays:
+        ends.append(scratch.write(tokens.tobytes()) + ends[-1])
+    for place in np.searchsorted(np.sort(corpus.order), corpus.order):
+        scratch.seek(ends[place])
+        yield np.frombuffer(scratch.read(ends[place + 1] - ends[place]), "<u2")
 
 
 def write_dataset(corpus: Corpus, folder: Path, tokenizer: Path,
@@ -1106,15 +1074,16 @@ class Places(NamedTuple):
 
 def layout(request: Request, out: Path | str) -> Places:
     """Where the dataset goes; DataError if the request is invalid."""
-    if not re.fullmatch(r"\w[\w.-]*", request.name):
-        raise DataError(f"--name {request.name!r} may hold letters, digits, dot, dash and underscore only")
-    if request.vocab_size > 65536:
-        raise DataError(f"--vocab-size {request.vocab_size} is beyond 65536, the range of uint16")
-    if request.vocab_size < LEAST_VOCAB:
-        raise DataError(f"--vocab-size {request.vocab_size} cannot hold every byte and the space: the "
-                        f"smallest possible size is {LEAST_VOCAB}")
-    if request.val_bytes < 1:
-        raise DataError(f"--val-bytes {request.val_bytes} is not positive")
+    size = request.vocab_size
+    for is_fine, what in (
+            (re.fullmatch(r"\w[\w.-]*", request.name),
+             f"--name {request.name!r} may hold letters, digits, dot, dash and underscore only"),
+            (size <= 65536, f"--vocab-size {size} is beyond 65536, the range of uint16"),
+            (size >= LEAST_VOCAB, f"--vocab-size {size} cannot hold every byte and the space: the smallest "
+             f"possible size is {LEAST_VOCAB}"),
+            (request.val_bytes > 0, f"--val-bytes {request.val_bytes} is not positive")):
+        if not is_fine:
+            raise DataError(what)
     folder = inputs.behind_link(Path(out, "datasets", request.name))     # what is replaced, not the link
     if not folder:
         raise DataError(f"datasets/{request.name} is a link to a place in a folder that is not there: "
