@@ -231,16 +231,13 @@ def text_of(row: Any, counts: Counter[str]) -> str | None:
     return text
 
 
-NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError)     # where JSON is no row of text
-
-
 def texts_of_json(content: str, where: str, counts: Counter[str]) -> list[str | None]:
     """The `text` of every object in some JSON, which a list may hold. DataError where anything else is."""
     try:
         values = [*json_values(content)]
         rows = values[0] if len(values) == 1 and isinstance(values[0], list) else values
         return [text_of(row, counts) for row in rows]
-    except NO_ROW:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DataError(f"{where} is no JSON object with a string `text`, nor a list of them") from None
 
 
@@ -249,10 +246,10 @@ def read_jsonl(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str
         yield from texts_of_json(line.decode(), f"{file.path}: line {number}", counts)
 
 
-def read_json(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str | None]:
-    """A file that is held in memory as a whole."""
+def read_json(raw: BinaryIO, file: Input, counts: Counter[str]) -> list[str | None]:
+    """Those of a file that is held in memory as a whole."""
     content = inputs.text_stream(raw, file.encoding).read().decode()
-    yield from texts_of_json(content, str(file.path), counts)
+    return texts_of_json(content, str(file.path), counts)
 
 
 def csv_rows(raw: BinaryIO, encoding: str = "") -> Any:
@@ -347,6 +344,7 @@ def whole_documents(file: Input, counts: Counter[str]) -> Iterator[str]:
 
 # --- what the input files are --------------------------------------------------------------------------
 
+NO_TEXTS = (DataError, UnicodeDecodeError, *inputs.DAMAGED)     # where a file holds something else
 FORMS = {"parquet": "parquet", "pq": "parquet", "jsonl": "jsonl", "ndjson": "jsonl", "json": "json",
          "csv": "csv", "tsv": "csv"}
 
@@ -358,15 +356,8 @@ def form_of(path: Path, encoding: str) -> str:
         start = raw.read(32)
     if start.startswith(b"version https://git-lfs."):
         raise DataError(f"{path} is a Git LFS pointer, not the file itself: `git lfs pull` gets that")
-    name = path.name.lower()
-    if "." not in name:     # a link may have none where the file has a suffix
-        name = os.path.basename(os.path.realpath(path)).lower()
     packed = inputs.compression_of(start)
-    stem, _, suffix = name.rpartition(".")
-    if suffix in ("gz", "xz"):
-        if start and packed != {"gz": "gzip", "xz": "xz"}[suffix]:
-            return f"a .{suffix} that is not compressed so"
-        name = stem
+    name = re.sub(r"\.[gx]z$", "", path.name.lower())
     unknown = re.search(r"\.(bz2|zst|lz4|zip|tar|tgz|txz)$", name)
     if packed not in ("", "gzip", "xz") or unknown:
         return packed or unknown[1]
@@ -379,25 +370,20 @@ def form_of(path: Path, encoding: str) -> str:
 
 def is_rows(path: Path, encoding: str) -> bool:
     """Are the first two lines of a file, or its only one, JSON objects with a `text`?"""
-    with inputs.open_binary(path) as raw, contextlib.suppress(*NO_ROW, *inputs.DAMAGED):
+    with inputs.open_binary(path) as raw, contextlib.suppress(*NO_TEXTS):
         stream = inputs.text_stream(raw, encoding)
-        rows = [row for _ in range(2) for row in json_values(stream.readline(1 << 24).decode())]
-        for row in rows:
-            text_of(row, Counter())
-        return bool(rows)
+        lines = stream.readline(1 << 24) + stream.readline(1 << 24)
+        return bool(texts_of_json(lines.decode(), str(path), Counter()))
     return False
 
 
 def has_texts(file: Input) -> bool:
     """Does a .json file hold texts, and nothing else? Has a .csv or .tsv file a column `text`?"""
-    with inputs.open_binary(file.path) as raw:
-        try:
-            if file.kind == "csv":
-                return csv_rows(raw, file.encoding) is not None
-            list(read_json(raw, file, Counter()))
-            return True
-        except (DataError, UnicodeDecodeError, *inputs.DAMAGED):
-            return False
+    with inputs.open_binary(file.path) as raw, contextlib.suppress(*NO_TEXTS):
+        if file.kind == "csv":
+            return csv_rows(raw, file.encoding) is not None
+        return read_json(raw, file, Counter()) is not None
+    return False
 
 
 def copy_of_pipe(path: Path) -> Path:
@@ -639,9 +625,9 @@ class Corpus:
     """The distinct documents of a request, those of val before those of train, without val's text in train.
 
     `found`: what is in each file, val's first; `hashes`, `sizes`: of all documents in reading order;
-    `starts`: of each file; `order`: indices of the documents that are kept, the `n_val` of val first, each split by
-    ascending hash or as they were read; `unused`: how many of the val files are neither; `counts`: see
-    documents(); `cut_bytes`: text of val left out."""
+    `starts`: of each file; `order`: indices of the documents that are kept, the `n_val` of val first, each
+    split by ascending hash or as they were read; `unused`: how many of the val files are neither; `counts`:
+    see documents(); `cut_bytes`: text of val left out."""
 
     def __init__(self, request: Request, processes: int) -> None:
         self.request = request
@@ -856,10 +842,9 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
     spaces = sum(text.count(" ") for text in texts)
     needs_space = spaces < RARE_SPACES * sum(map(len, texts))
     try:
-        try:
+        with contextlib.suppress(TooManyCharacters):
             return train_bpe(texts, vocab_size, needs_space)
-        except TooManyCharacters:
-            return train_on_frequent(texts, vocab_size, needs_space)
+        return train_on_frequent(texts, vocab_size, needs_space)
     except TooSmall as error:
         raise DataError(f"the text is too small for a vocabulary of {vocab_size}: the largest possible "
                         f"size is {error.args[0]}") from None
@@ -1220,6 +1205,7 @@ def make_request(args: argparse.Namespace) -> Request:
     if args.text:       # where a file is given twice, that of rows counts, then that of a folder
         found.sort(key=lambda file: (file.kind == "text", -file.piece))
     files = once(found)
+    repeated = len(paths) - len({*paths}) + len(found) - len(files)
     val_files = once(find([Path(args.val)])) if args.val is not None else []
     if args.parquet and not val_files:
         val_files = [files.pop()]
@@ -1230,7 +1216,7 @@ def make_request(args: argparse.Namespace) -> Request:
     val_bytes = PARQUET_VAL_BYTES if args.parquet else VAL_BYTES
     return Request(args.name, source, others, args.vocab_size,
                    val_bytes if args.val_bytes is None else args.val_bytes, val_files or None,
-                   len(paths) - len({*paths}) + len(found) - len(others), keeps_order=bool(args.parquet))
+                   repeated + len(files) - len(others), keeps_order=bool(args.parquet))
 
 
 def main(argv: list[str] | None = None) -> int:
