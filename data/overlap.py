@@ -43,8 +43,6 @@ def kept_windows(texts: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray
     dense = [text.translate(None, BLANKS) for text in texts]
     ends = np.cumsum([len(text) for text in dense])
     data = np.frombuffer(b"".join(dense), np.uint8)
-    if len(data) < WINDOW:
-        return np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64)
     hashes = window_hashes(data)
     places = np.flatnonzero(hashes < np.uint64((1 << 64) // SPACING))
     index = np.searchsorted(ends, places, "right")
@@ -81,7 +79,7 @@ class ValText(NamedTuple):
     @classmethod
     def of(cls, texts: Iterable[str]) -> "ValText":
         """From the documents of val."""
-        found = [(np.zeros(0, np.uint64), np.zeros(0, np.int32))]
+        found = [(np.zeros(1, np.uint64), np.full(1, NEVER, np.int32))]     # for a val without windows
         for batch in batches(texts):
             hashes, index, _ = kept_windows(batch)
             order = np.lexsort((hashes, index))
@@ -107,8 +105,6 @@ class ValText(NamedTuple):
         """(index of the text, start, stop) of each run in these texts as UTF-8, in order; start and stop
         count its bytes without blanks."""
         hashes, index, places = kept_windows(texts)
-        if not len(hashes) or not len(self.hashes):
-            return []
         row = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
         found = np.flatnonzero(self.hashes[row] == hashes)
         if not len(found):

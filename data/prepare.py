@@ -218,38 +218,31 @@ def json_values(text: str) -> Iterator[Any]:
         at = BLANKS.match(text, end).end()
 
 
-def text_of(row: Any, counts: Counter[str]) -> str | None:
+def text_of(row: Any) -> str | None:
     """The `text` of an object, lone surrogates replaced. Raises KeyError, TypeError or AttributeError."""
     text = row["text"]
-    if text is None:
-        return None
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        text, replaced = re.subn("[\ud800-\udfff]", "\ufffd", text)
-        counts["surrogates"] += replaced
-    return text
+    return text if text is None else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def texts_of_json(content: str, where: str, counts: Counter[str]) -> list[str | None]:
+def texts_of_json(content: str, where: str) -> list[str | None]:
     """The `text` of every object in some JSON, which a list may hold. DataError where anything else is."""
     try:
         values = [*json_values(content)]
         rows = values[0] if len(values) == 1 and isinstance(values[0], list) else values
-        return [text_of(row, counts) for row in rows]
+        return [text_of(row) for row in rows]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DataError(f"{where} is no JSON object with a string `text`, nor a list of them") from None
 
 
 def read_jsonl(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str | None]:
     for number, line in enumerate(inputs.text_stream(raw, file.encoding), 1):
-        yield from texts_of_json(line.decode(), f"{file.path}: line {number}", counts)
+        yield from texts_of_json(line.decode(), f"{file.path}: line {number}")
 
 
 def read_json(raw: BinaryIO, file: Input, counts: Counter[str]) -> list[str | None]:
     """Those of a file that is held in memory as a whole."""
     content = inputs.text_stream(raw, file.encoding).read().decode()
-    return texts_of_json(content, str(file.path), counts)
+    return texts_of_json(content, str(file.path))
 
 
 def csv_rows(raw: BinaryIO, encoding: str = "") -> Any:
@@ -314,8 +307,7 @@ Cuts = dict[int, list[tuple[int, int]]]
 
 def documents(file: Input, counts: Counter[str], cuts: Cuts | None = None) -> Iterator[str]:
     """The text of every document in a file, empty ones left out, and of some that the cuts name only parts.
-    `counts` collects `empty` (rows and files without text), `surrogates` (lone ones replaced) and `marks` (of
-    a document's end)."""
+    `counts` collects `empty` (rows and files without text) and `marks` (of a document's end)."""
     for index, text in enumerate(whole_documents(file, counts)):
         if cuts and index in cuts:
             raw = text.encode()
@@ -373,7 +365,7 @@ def is_rows(path: Path, encoding: str) -> bool:
     with inputs.open_binary(path) as raw, contextlib.suppress(*NO_TEXTS):
         stream = inputs.text_stream(raw, encoding)
         lines = stream.readline(1 << 24) + stream.readline(1 << 24)
-        return bool(texts_of_json(lines.decode(), str(path), Counter()))
+        return bool(texts_of_json(lines.decode(), str(path)))
     return False
 
 
@@ -1118,8 +1110,7 @@ def report(corpus: Corpus, manifest: dict[str, Any], folder: Path) -> None:
     count = manifest["train_docs"] + manifest["val_docs"]
     text_bytes = manifest["train_bytes"] + manifest["val_bytes"]
     dropped = [f"{corpus.duplicates():,} duplicates dropped"]
-    for number, what in ((corpus.counts["surrogates"], "lone surrogates replaced"),
-                         (corpus.counts["empty"], "empty or null texts skipped"),
+    for number, what in ((corpus.counts["empty"], "empty or null texts skipped"),
                          (corpus.unused, "documents of the val file not used"),
                          (request.repeated, "inputs equal to others, or to val, read once"),
                          (corpus.cut_bytes, "bytes left out of train because they are in val"),
@@ -1256,9 +1247,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("prepare: interrupted, nothing was written", file=sys.stderr)
-    except OSError as error:
-        full = error.errno == errno.ENOSPC
-        print(f"prepare: {'the disk is full, nothing was written' if full else error}", file=sys.stderr)
+    except OSError as error:        # such as of a full disk
+        print(f"prepare: {error}", file=sys.stderr)
     return 1
 
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections import Counter
+
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,7 @@ import fork_server
 from data import inputs, prepare
 from helpers import ROOT, sources
 from records.judge import runs
-from test_prepare import ODD, make_texts, prepared, snapshot, written
+from test_prepare import ODD, make_texts, prepared, read, snapshot, written
 
 TEXTS = make_texts(300)
 MARKED = {"utf-8": codecs.BOM_UTF8, "utf-16-le": codecs.BOM_UTF16_LE, "utf-16-be": codecs.BOM_UTF16_BE,
@@ -46,12 +46,6 @@ def write_table(path, texts):
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"text": pa.array(texts, pa.string()), "n": range(len(texts))}), path)
     return path
-
-
-def seen(path):
-    """The documents that prepare.py reads at a path, in any order."""
-    files = prepare.find_files([path])
-    return sorted([text for file in files for text in prepare.documents(file, Counter())])
 
 
 # --- one set of documents in every form ------------------------------------------------------------------
@@ -215,17 +209,17 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_has_the_documents_of_the_plain_file(tmp_path, form):
     path = FORMS[form](tmp_path)
-    assert seen(path) == sorted(TEXTS)
+    assert sorted(read(path)) == sorted(TEXTS)
 
 
 @pytest.mark.parametrize("encoding, pack", [*((encoding, None) for encoding in ENCODINGS[:6]),
                                             ("utf-16-le", gzip.compress), ("utf-8", lzma.compress)])
 def test_a_text_file_is_cut_alike_in_every_encoding(tmp_path, encoding, pack):
     text = "\n\n".join(TEXTS)
-    plain = seen(written(tmp_path / "plain.txt", text))
+    plain = read(written(tmp_path / "plain.txt", text))
     raw = encoded(text, encoding)
     name = {None: "x.txt", gzip.compress: "x.txt.gz", lzma.compress: "x.txt.xz"}[pack]
-    assert seen(written(tmp_path / name, pack(raw) if pack else raw)) == plain
+    assert read(written(tmp_path / name, pack(raw) if pack else raw)) == plain
     assert "".join(plain).find("\ufeff") == -1 and len("".join(plain)) == len(text)
 
 
@@ -275,14 +269,14 @@ def test_a_csv_without_text_in_a_folder_is_text(tmp_path):
     """As .json that holds something else."""
     written(tmp_path / "in/a.csv", "date,price\n1,2\n")
     written(tmp_path / "in/b.txt", "b")
-    assert seen(tmp_path / "in") == ["b", "date,price\n1,2\n"]
+    assert sorted(read(tmp_path / "in")) == ["b", "date,price\n1,2\n"]
 
 
 def test_the_column_of_a_csv_is_what_it_was(tmp_path):
     """Line ends, quotes, blanks and long texts within cells."""
     texts = ['a "b" c', "x\r\ny\n\nz", "  ,;\t  ", "\u2581", '"', "x" * 500_000, "e\u0301\U0001F600"]
     for delimiter in ",\t;":
-        assert seen(written(tmp_path / "x.csv", table_of(texts, delimiter))) == sorted(texts)
+        assert read(written(tmp_path / "x.csv", table_of(texts, delimiter))) == texts
 
 
 def test_logs_beside_the_desktops_files(tmp_path):

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import signal
 import subprocess
 import sys
 import tracemalloc
@@ -14,10 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import fork_server
 from data import prepare
 from helpers import ROOT
-from test_prepare import ODD, make_texts, prepared, read_documents, run, snapshot, write_jsonl
+from test_prepare import ODD, make_texts, prepared, read_documents, run, snapshot, write_jsonl, written
 
 VAL_BYTES = 6000
 SHARD_TOKENS = 3000
@@ -107,20 +105,9 @@ def test_rows_are_read_in_batches(tmp_path, monkeypatch):
 
 # --- what disturbs it -------------------------------------------------------------------------------------
 
-KILLED = """
-import os, signal, sys
-from data import prepare
-prepare.write_manifest = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-prepare.main(sys.argv[1:])
-"""
-
-
-def test_killed_and_run_again(whole, command, tmp_path):
-    """There is no dataset then, and the same command makes one, also with several processes."""
-    words = [fork_server.start(), "-c", KILLED, *command]
-    done = subprocess.run([str(word) for word in words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert {path.name for path in tmp_path.glob("*/*")} == {".toy.partial"}
+def test_several_processes_after_a_run_that_was_killed(whole, command, tmp_path):
+    """The same bytes, whatever that one left."""
+    written(tmp_path / "datasets/.toy.partial/toy_train_000099.bin", "half")
     run(*command, "--processes", 2)
     assert snapshot(tmp_path) == whole[0]
 
