@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data import overlap
-from test_prepare import both_splits, make_texts, prepared, read_documents, written
+from test_prepare import both_splits, prepared, read_documents, written
 
 SHINGLE = 60        # letters without blanks, looked up at every place
 
@@ -113,16 +113,6 @@ def test_a_pipe_that_is_given_twice(tmp_path):
     manifest = prepared(tmp_path, "--text", tmp_path / "pipe", tmp_path / "pipe")[1]
     assert manifest["train_bytes"] + manifest["val_bytes"] == sum(len(text.encode()) for text in TEXTS)
     assert manifest["source"] == ["pipe"]
-
-
-def test_parquet_that_is_given_twice(tmp_path):
-    for number in range(4):
-        pq.write_table(pa.table({"text": make_texts(30, seed=number)}), tmp_path / f"{number}.parquet")
-    os.symlink(tmp_path / "3.parquet", tmp_path / "9.parquet")
-    paths = [tmp_path / f"{number}.parquet" for number in (0, 1, 2, 3, 9, 1)]
-    manifest = prepared(tmp_path, "--parquet", *paths)[1]
-    assert (manifest["val_docs"], manifest["train_docs"]) == (30, 90)
-    assert manifest["dropped"] == {"repeated_inputs": 2, "duplicate_documents": 0, "val_bytes_in_train": 0}
 
 
 # --- val ---------------------------------------------------------------------------------------------------

@@ -222,24 +222,3 @@ def test_each_disk_has_room_for_what_goes_there(tmp_path, elsewhere, monkeypatch
     with pytest.raises(download.Refused, match="free disk space"):
         download.check_disk([file, here], out, 1001)
     assert len({*asked}) == 1 + two
-
-
-@pytest.mark.parametrize("name", ["datasets", "tokenizers"])
-def test_links_to_nowhere_are_told_before_a_download(tmp_path, name):
-    (tmp_path / name).symlink_to(tmp_path / "nowhere/at/all")
-    files = [download.File("", tmp_path / "datasets/x/x.bin", "train", 5, None, None),
-             download.File("", tmp_path / "tokenizers/x.model", "tokenizer", 7, None, None)]
-    with pytest.raises(download.Refused, match="is a link to .*nowhere/at/all, which is not there"):
-        download.check_disk(files, tmp_path)
-    assert not (tmp_path / "nowhere").exists()
-
-
-def test_a_linked_bundle_of_core(tmp_path, elsewhere):
-    """It goes where the link leads, in one rename there."""
-    assert download.core_folder(tmp_path) == tmp_path / "core_bundle"
-    (tmp_path / "core_bundle").symlink_to(elsewhere / "bundle")
-    assert download.core_folder(tmp_path) == elsewhere / "bundle"
-    (tmp_path / "core_bundle").unlink()
-    (tmp_path / "core_bundle").symlink_to(tmp_path / "nowhere/at/all")
-    with pytest.raises(download.Refused, match="in a folder that is not there: .*nowhere/at/all"):
-        download.core_folder(tmp_path)

@@ -157,13 +157,6 @@ def test_split_and_manifest(toy, texts):
         "manifest.json", "document_hashes.bin", *(file["path"] for file in files)}
 
 
-def without_dropped(files):
-    """A snapshot whose manifest does not say how often something was given."""
-    manifest = json.loads(files.pop("datasets/toy/manifest.json"))
-    del manifest["dropped"]
-    return files, manifest
-
-
 def test_what_the_result_depends_on(tmp_path, toy, texts):
     """Not on the order of documents; the text fingerprint not on the vocabulary either."""
     shuffled = random.Random(2).sample(texts, len(texts))
@@ -171,8 +164,8 @@ def test_what_the_result_depends_on(tmp_path, toy, texts):
     for vocab_size in 400, 512:
         _, other = prepared(tmp_path, "--text", path, "--val-bytes", 5000, vocab_size=vocab_size)
         assert other["text_fingerprint"] == toy[1]["text_fingerprint"]
-        assert (other["files"] == toy[1]["files"]) == (vocab_size == 512)
-    assert without_dropped(snapshot(tmp_path / "out")) == without_dropped(snapshot(toy[0]))
+        same = [other[part] == toy[1][part] for part in ("files", "tokenizer")]
+        assert same == [vocab_size == 512] * 2
 
 
 @pytest.mark.parametrize("sizes, val_bytes, val", [
@@ -260,22 +253,6 @@ def test_second_run(tmp_path, texts):
     model.unlink()
     run(*command, "--vocab-size", 401)          # what is not whole is made again
     assert spm.SentencePieceProcessor(model_file=str(model)).vocab_size() == 401
-
-
-FULL = OSError(28, "No space left")
-
-
-@pytest.mark.parametrize("stage, error, words", [
-    ("train_tokenizer", FULL, "No space left"), ("encode_batch", FULL, "No space left"),
-    ("write_shards", FULL, "No space left"), ("text_fingerprint", KeyboardInterrupt(), "interrupted")])
-def test_failure_leaves_nothing(tmp_path, texts, monkeypatch, stage, error, words):
-    def fail(*args, **kwargs):
-        raise error
-    monkeypatch.setattr(prepare, stage, fail)
-    path = write_jsonl(tmp_path / "t.jsonl", texts)
-    command = ["--text", path, "--name", "toy", "--vocab-size", 400, "--out", tmp_path / "out"]
-    assert words in run(*command, expect=1)
-    assert not snapshot(tmp_path / "out")
 
 
 @pytest.mark.parametrize("changed", [lambda texts: texts[:-1], lambda texts: texts[1:] + texts[:1],
