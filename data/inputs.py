@@ -36,19 +36,12 @@ def encoding_of(start: bytes) -> tuple[str, int]:
     for mark, name in MARKS:
         if start.startswith(mark):
             return name, len(mark)
-    start = start[:SNIFFED // 4 * 4]
-    if len(start) < 8 or b"\0" not in start:
-        return "utf-8", 0
-    # the share of NULs among the first, second, third and fourth bytes
-    zeros = [start[i::4].count(0) / len(start[i::4]) for i in range(4)]
-    looks = {"utf-32-le": min(zeros[1:]) - zeros[0], "utf-32-be": min(zeros[:3]) - zeros[3],
-             "utf-16-le": min(zeros[1::2]) - max(zeros[::2]), "utf-16-be": min(zeros[::2]) - max(zeros[1::2])}
-    for name, share in looks.items():
-        if share > 0.7:
-            text = start[:len(start) // 4 * 4].decode(name, "replace")
-            shown = sum(char.isprintable() or char.isspace() for char in text)
-            if shown > 0.7 * len(text):     # else it is a table of small numbers
-                return name, 0
+    start = start[:min(len(start), SNIFFED) // 4 * 4]
+    for _, name in MARKS if b"\0" in start else ():
+        text = start.decode(name, "replace")
+        plain = sum(char < "\u0100" and (char.isprintable() or char.isspace()) for char in text)
+        if plain > 0.7 * len(text) > 1:     # else it is a table of small numbers
+            return name, 0
     return "utf-8", 0
 
 
@@ -142,17 +135,22 @@ def unpacked(raw: BinaryIO) -> Any:
 
 
 def text_stream(raw: BinaryIO, encoding: str = "") -> io.BufferedReader:
-    """An open file, at its start -> a binary stream of its text, decompressed, in UTF-8 without a mark; text
-    in another encoding is held in memory. `encoding` is what a text is read in that its first bytes do not
-    show to be UTF-16 or UTF-32. Raises UnicodeDecodeError for damaged text, reading it what is in DAMAGED."""
+    """An open file, at its start -> a binary stream of its text, decompressed, in UTF-8 without a mark. Text
+    that may be in another encoding is held in memory: `encoding` is that of a text that is not UTF-8, 16 or
+    32. Raises UnicodeDecodeError for damaged text, reading it what is in DAMAGED."""
     stream = io.BufferedReader(unpacked(raw), 1 << 20)
     name, mark = encoding_of(stream.peek(SNIFFED)[:SNIFFED])
     stream.read(mark)
-    if (name, mark) == ("utf-8", 0):
-        name = encoding or name
-    if name == "utf-8":
+    if name == "utf-8" and not encoding:
         return stream
-    return io.BufferedReader(io.BytesIO(stream.read().decode(name).encode()))     # type: ignore[arg-type]
+    content = stream.read()
+    try:
+        text = content.decode(name)
+    except UnicodeDecodeError:
+        if not encoding:
+            raise
+        text = content.decode(encoding)
+    return io.BufferedReader(io.BytesIO(text.encode()))     # type: ignore[arg-type]
 
 
 def utf8_size(path: Path | str, encoding: str = "") -> int | None:
@@ -160,16 +158,14 @@ def utf8_size(path: Path | str, encoding: str = "") -> int | None:
     encoding. Raises what is in DAMAGED."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     size = 0
-    with open_binary(path) as raw:
-        try:
-            stream = text_stream(raw, encoding)
-            while block := stream.read(1 << 20):
-                decoder.decode(block)
-                size += len(block)
-            decoder.decode(b"", final=True)
-        except UnicodeDecodeError:
-            return None
-    return size
+    with open_binary(path) as raw, contextlib.suppress(UnicodeDecodeError):
+        stream = text_stream(raw, encoding)
+        while block := stream.read(1 << 20):
+            decoder.decode(block)
+            size += len(block)
+        decoder.decode(b"", final=True)
+        return size
+    return None
 
 
 CONTROLS = bytes(sorted({*range(32), 127} - {*b"\t\n\v\f\r\x1a\x1b"}))
@@ -223,16 +219,13 @@ def why_not_writable(folder: Path) -> str:
 def cgroup_limits(root: Path) -> Iterator[float]:
     """Processors that the cgroups of this process allow it, those of every level."""
     about = root / "proc/self/cgroup"
-    lines = read_text(about, "replace").splitlines() if about.is_file() else []
-    top = root / "sys/fs/cgroup"
-    for line in [line for line in lines if line.startswith("0::")]:
-        place = top / line.removeprefix("0::").strip("/")
-        for folder in [place, *place.parents]:
+    groups = read_text(about, "replace") if about.is_file() else ""
+    for group in re.findall("^0::/(.*)", groups, re.MULTILINE):
+        place = root / "sys/fs/cgroup" / group
+        for folder in (place, *place.parents):      # above the file system of cgroups there is no cpu.max
             with contextlib.suppress(OSError, ValueError):
                 quota, period = map(int, read_text(folder / "cpu.max").split())
                 yield quota / period
-            if folder == top:
-                break
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
@@ -250,34 +243,26 @@ NO_DATA_FOLDERS = {"__pycache__", "__MACOSX", "$RECYCLE.BIN", "System Volume Inf
                    "@eaDir"}
 
 
-def wanted_names(folders: list[str], names: list[str]) -> tuple[list[str], list[str]]:
-    """(folders, files) of a folder's that may hold somebody's text."""
-    folders = [name for name in folders if not name.startswith(".") and name not in NO_DATA_FOLDERS]
-    names = [name for name in names if not name.startswith(".") and not NO_DATA.fullmatch(name)]
-    return folders, names
-
-
 def files_below(folder: Path | str, follow: bool = True) -> Iterator[Path]:
     """Yields the path of each file in a folder, by name, and then those of the folders in it. Hidden files
     and folders are passed over, and those that desktops and archives add. A linked folder or file is there
     once, wherever else it is linked or lies; without `follow` what linked folders hold isn't."""
+    seen = {identity_of(folder)}
+
+    def is_new(path: Path) -> bool:
+        if not path.exists():       # a link to nowhere
+            return True
+        before = len(seen)
+        seen.add(identity_of(path))
+        return len(seen) > before
+
     def refuse(error: OSError) -> NoReturn:
         raise error
 
-    seen = {identity_of(folder)}
     for here, folders, names in os.walk(folder, onerror=refuse, followlinks=follow):
-        chosen = []
-        wanted, names = wanted_names(folders, names)
-        for name in sorted(wanted):
-            below = os.path.join(here, name)
-            if os.path.islink(below) and not follow or identity_of(below) in seen:
-                continue
-            seen.add(identity_of(below))
-            chosen.append(name)
-        folders[:] = chosen
-        for name in sorted(names):
-            path = Path(here, name)
-            there = os.path.exists(path)        # no link to nowhere
-            if not (there and identity_of(path) in seen):
-                seen |= {identity_of(path)} if there else set()
-                yield path
+        below = [Path(here, name) for name in sorted(folders)
+                 if not name.startswith(".") and name not in NO_DATA_FOLDERS]
+        folders[:] = [path.name for path in below if (follow or not path.is_symlink()) and is_new(path)]
+        files = [Path(here, name) for name in sorted(names)
+                 if not name.startswith(".") and not NO_DATA.fullmatch(name)]
+        yield from filter(is_new, files)

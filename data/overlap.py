@@ -10,8 +10,7 @@ Memory: 12 bytes for each SPACING bytes of val.
 """
 import itertools
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,8 +43,6 @@ def kept_windows(texts: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray
     dense = [text.translate(None, BLANKS) for text in texts]
     ends = np.cumsum([len(text) for text in dense])
     data = np.frombuffer(b"".join(dense), np.uint8)
-    if len(data) < WINDOW:
-        return np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64)
     hashes = window_hashes(data)
     places = np.flatnonzero(hashes < np.uint64((1 << 64) // SPACING))
     index = np.searchsorted(ends, places, "right")
@@ -74,18 +71,15 @@ def batches(texts: Iterable[str]) -> Iterator[list[bytes]]:
     return in_batches((text.encode() for text in texts), BATCH)
 
 
-class ValText:
-    """The kept windows of val: `hashes`, ascending uint64 (n,), and `needed`, int32 (n,): how many windows
-    that count make a run with this one, NEVER for one that does not count."""
-
-    def __init__(self, hashes: np.ndarray, needed: np.ndarray) -> None:
-        self.hashes = hashes
-        self.needed = needed
+class ValText(NamedTuple):
+    """The kept windows of val."""
+    hashes: np.ndarray  # uint64 (n,), ascending
+    needed: np.ndarray  # int32 (n,): how many windows that count make a run with this one, or NEVER
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> "ValText":
         """From the documents of val."""
-        found = [(np.zeros(0, np.uint64), np.zeros(0, np.int32))]
+        found = [(np.zeros(1, np.uint64), np.full(1, NEVER, np.int32))]     # for a val without windows
         for batch in batches(texts):
             hashes, index, _ = kept_windows(batch)
             order = np.lexsort((hashes, index))
@@ -107,20 +101,10 @@ class ValText:
         hashes, first, holders = np.unique(hashes[order], return_index=True, return_counts=True)
         return cls(hashes, np.where(holders < COMMON, needed[order][first], NEVER))
 
-    def save(self, path: Path) -> None:
-        np.savez(path, hashes=self.hashes, needed=self.needed)
-
-    @classmethod
-    def load(cls, path: Path) -> "ValText":
-        with np.load(path) as saved:
-            return cls(saved["hashes"], saved["needed"])
-
     def runs(self, texts: list[bytes]) -> list[tuple[int, int, int]]:
         """(index of the text, start, stop) of each run in these texts as UTF-8, in order; start and stop
         count its bytes without blanks."""
         hashes, index, places = kept_windows(texts)
-        if not len(hashes) or not len(self.hashes):
-            return []
         row = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
         found = np.flatnonzero(self.hashes[row] == hashes)
         if not len(found):

@@ -28,7 +28,6 @@ Exit status: 0 done or already there, 1 failed, 2 refused.
 
 import argparse
 import atexit
-import codecs
 import contextlib
 import csv
 import errno
@@ -57,6 +56,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 try:
     import numpy as np
+    import pyarrow
+    import pyarrow.parquet as pq
     import sentencepiece as spm
     from tqdm import tqdm
 except ImportError as error:
@@ -89,7 +90,6 @@ LEAST_PIECE = 64  # bytes: small plain texts are cut as finely as this, so that 
 LEAST_VOCAB = 260  # three reserved pieces, the bytes and the space
 
 PACKAGES = ("numpy", "scipy", "sympy", "networkx")
-REQUIREMENTS = ROOT / "requirements.txt"
 # Left out of the packages: files that their builds write, a package's own __init__.py (wheel repair patches
 # it on Windows), and what only some wheels hold (numpy.distutils, Python < 3.12).
 LEFT_OUT = re.compile(r"[^/]+/__init__\.py|numpy/distutils/.*"
@@ -120,14 +120,15 @@ class Request:
     vocab_size: int = VOCAB_SIZE
     val_bytes: int = VAL_BYTES
     val_files: list[Input] | None = None
-    repeated: int = 0  # inputs that were given twice, or as val and as text
+    repeated: int = 0  # inputs that are equal to others, or to val
     frozen: bool = False  # every document is kept as it is, though a part of it may be in val
     keeps_order: bool = False  # of the documents, in the shards; val_files are used up to val_bytes
 
 
-def progress_of(label: str, total: int) -> tqdm:
-    """A progress line in bytes, on a terminal."""
-    return tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False, disable=None)
+def other_encodings(path: Path) -> str:
+    """What to do with a file that is not UTF-8."""
+    return (f"if it is Latin-1, --encoding latin-1 reads it, or convert it with `iconv -f LATIN1 -t UTF-8 "
+            f"{path.name} > NEW`")
 
 
 # --- documents: a reader takes an open binary file, its path and counts (see documents), and yields texts,
@@ -158,14 +159,12 @@ def split_at_marks(text: str, counts: Counter[str]) -> Iterator[str]:
     yield from [part.decode() for part in parts if part.strip()]
 
 
-def split_pieces(raw: BinaryIO, target: int, marks: bool, counts: Counter[str]
-                 ) -> Iterator[tuple[int, bytes]]:
-    """(number of its first line, bytes) of the open file `raw` in pieces of about `target` bytes. A piece
-    ends at a mark, which is no part of it, else at the first blank line between target and 2 * target, else
-    at the first line end there, else at 2 * target."""
+def split_pieces(raw: BinaryIO, target: int, marks: bool, counts: Counter[str]) -> Iterator[bytes]:
+    """The bytes of the open file `raw` in pieces of about `target` bytes. A piece ends at a mark, which is no
+    part of it, else at the first blank line between target and 2 * target, else at the first line end there,
+    else at 2 * target."""
     buffer = b""
     start = 0
-    line = 1
     may_have_marks = False
     while True:
         if len(buffer) - start <= 2 * target + LONGEST_MARK:
@@ -177,15 +176,14 @@ def split_pieces(raw: BinaryIO, target: int, marks: bool, counts: Counter[str]
         far = start + 2 * target
         mark = MARK.search(buffer, start, far + LONGEST_MARK) if may_have_marks else None
         if mark and mark.start() <= far:
-            stop, after = mark.span()
             counts["marks"] += 1
+            if buffer[start:mark.start()].strip():
+                yield buffer[start:mark.start()]
+            start = mark.end()
         else:
-            mark = None
-            stop = after = end_of_piece(buffer, start + target, far)
-        if not mark or buffer[start:stop].strip():
-            yield line, buffer[start:stop]
-        line += buffer.count(b"\n", start, after)
-        start = after
+            stop = end_of_piece(buffer, start + target, far)
+            yield buffer[start:stop]
+            start = stop
 
 
 def end_of_piece(buffer: bytes, near: int, far: int) -> int:
@@ -199,99 +197,64 @@ def end_of_piece(buffer: bytes, near: int, far: int) -> int:
     return stop
 
 
-def not_utf8(path: Path, what: str) -> DataError:
-    return DataError(f"{what} is not UTF-8: if it is Latin-1, --encoding latin-1 reads it, or convert it "
-                     f"with `iconv -f LATIN1 -t UTF-8 {path.name} > NEW`")
-
-
 def read_text_file(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str]:
     stream = inputs.text_stream(raw, file.encoding)
-    for line, piece in split_pieces(stream, file.piece, file.marks, counts):
-        try:
-            text = piece.decode()
-        except UnicodeDecodeError as error:
-            line += piece.count(b"\n", 0, error.start)
-            raise not_utf8(file.path, f"{file.path}: line {line}") from None
-        yield text
-
-
-def read_binary(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str]:
-    """A file in a folder that is no text."""
-    counts["binary"] += 1
-    yield from ()
+    for piece in split_pieces(stream, file.piece, file.marks, counts):
+        yield piece.decode()
 
 
 # Numbers are not read, and Python limits the digits of an integer, but not those of a float
 JSON = json.JSONDecoder(parse_int=float)
+BLANKS = re.compile(r"\s*")
 
 
-def json_values(line: bytes) -> Iterator[Any]:
-    """The values of a line of JSON: one, or several where no line end but CR stands between them. Raises
-    ValueError."""
-    text = line.decode().removeprefix("\ufeff").strip()        # files with marks may have been joined
+def json_values(text: str) -> Iterator[Any]:
+    """The values of some JSON: one, or several, as where lines end with CR alone. Raises ValueError."""
+    text = text.removeprefix("\ufeff").strip()        # files with marks may have been joined
     at = 0
     while at < len(text):
         value, end = JSON.raw_decode(text, at)
         yield value
-        at = len(text) - len(text[end:].lstrip())
+        at = BLANKS.match(text, end).end()
 
 
-def text_of(row: Any, counts: Counter[str]) -> str | None:
+def text_of(row: Any) -> str | None:
     """The `text` of an object, lone surrogates replaced. Raises KeyError, TypeError or AttributeError."""
     text = row["text"]
-    if text is None:
-        return None
+    return text if text is None else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def texts_of_json(content: str, where: str) -> list[str | None]:
+    """The `text` of every object in some JSON, which a list may hold. DataError where anything else is."""
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        text, replaced = re.subn("[\ud800-\udfff]", "\ufffd", text)
-        counts["surrogates"] += replaced
-    return text
-
-
-NO_ROW = (ValueError, KeyError, TypeError, AttributeError, RecursionError)     # where JSON is no row of text
+        values = [*json_values(content)]
+        rows = values[0] if len(values) == 1 and isinstance(values[0], list) else values
+        return [text_of(row) for row in rows]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise DataError(f"{where} is no JSON object with a string `text`, nor a list of them") from None
 
 
 def read_jsonl(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str | None]:
-    """The `text` of every line."""
     for number, line in enumerate(inputs.text_stream(raw, file.encoding), 1):
-        where = f"{file.path}: line {number}"
-        try:
-            texts = [text_of(row, counts) for row in json_values(line)]
-        except UnicodeDecodeError:
-            raise not_utf8(file.path, where) from None
-        except NO_ROW:
-            raise DataError(f"{where} is not a JSON object with a string `text`") from None
-        yield from texts
+        yield from texts_of_json(line.decode(), f"{file.path}: line {number}")
 
 
-def read_json(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str | None]:
-    """The `text` of every object of a list, or of a single one; the file is held in memory."""
-    path = file.path
-    content = inputs.text_stream(raw, file.encoding).read()
-    try:
-        rows = JSON.decode(content.decode().removeprefix("\ufeff"))
-        rows = [rows] if isinstance(rows, dict) else rows
-        texts = [text_of(row, counts) for row in rows]
-    except UnicodeDecodeError:
-        raise not_utf8(path, str(path)) from None
-    except NO_ROW:
-        raise DataError(f"{path} is no list or lines of JSON objects with a string `text`") from None
-    yield from texts
+def read_json(raw: BinaryIO, file: Input, counts: Counter[str]) -> list[str | None]:
+    """Those of a file that is held in memory as a whole."""
+    content = inputs.text_stream(raw, file.encoding).read().decode()
+    return texts_of_json(content, str(file.path))
 
 
 def csv_rows(raw: BinaryIO, encoding: str = "") -> Any:
     """The rows of an open table, a dictionary each; None without a column `text` in the first line. The
     delimiter is the one that sets `text` apart there: a comma, a tab or a semicolon."""
     stream = inputs.text_stream(raw, encoding)
-    start = stream.peek()[:1 << 16]
-    first_line = start.decode(errors="replace").partition("\n")[0].removeprefix("\ufeff").strip("\r")
+    start = stream.peek()[:1 << 16].decode(errors="replace").removeprefix("\ufeff")
     for delimiter in ",\t;":
-        with contextlib.suppress(csv.Error):
-            names = [name.strip() for name in next(csv.reader([first_line], delimiter=delimiter), [])]
-            if "text" in names:
-                lines = io.TextIOWrapper(stream, "utf-8", newline="")
-                return csv.DictReader(lines, names, delimiter=delimiter, strict=True)
+        names = [name.strip() for name in next(csv.reader(start.splitlines()[:1], delimiter=delimiter), [])]
+        if "text" in names:
+            lines = io.TextIOWrapper(stream, "utf-8", newline="")
+            return csv.DictReader(lines, names, delimiter=delimiter, strict=True)
     return None
 
 
@@ -312,27 +275,15 @@ def read_csv(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str]:
     except csv.Error as error:
         raise DataError(f"{path}: line {rows.line_num} is not CSV ({error}): mend it, or name the file .txt "
                         "to read it as it is") from None
-    except UnicodeDecodeError as error:
-        if error.encoding != "utf-8":
-            raise
-        raise not_utf8(path, f"{path}: the text after line {rows.line_num}") from None
 
 
 def read_python(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str]:
-    try:
-        yield clean_source(inputs.decode(raw.read()))
-    except UnicodeDecodeError:
-        counts["binary"] += 1
+    yield clean_source(inputs.decode(raw.read()))
 
 
 def read_parquet(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[str | None]:
     """The column `text`, a few rows at a time."""
     path = file.path
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise DataError("package pyarrow is missing: pip install -r requirements.txt") from None
     try:
         table = pq.ParquetFile(raw, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
         kinds = {field.name: field.type for field in table.schema_arrow}
@@ -341,15 +292,14 @@ def read_parquet(raw: BinaryIO, file: Input, counts: Counter[str]) -> Iterator[s
             raise DataError(f"{path} has no column `text` of strings")
         for batch in table.iter_batches(PARQUET_ROWS, columns=["text"], use_threads=False):
             yield from batch.column(0).to_pylist()
-    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # an error of the disk, not of the file's content
             raise
         raise DataError(f"{path} is a damaged parquet file or none at all") from None
 
 
 READERS = {"text": read_text_file, "jsonl": read_jsonl, "json": read_json, "csv": read_csv,
-           "python": read_python, "parquet": read_parquet, "binary": read_binary}
-NO_ROWS = ("text", "python", "binary")  # kinds whose texts are not split at marks one by one
+           "python": read_python, "parquet": read_parquet}
 
 # What is left of documents a part of which is in val: {index of the document: [(start, stop), ...]}, in bytes
 Cuts = dict[int, list[tuple[int, int]]]
@@ -357,8 +307,7 @@ Cuts = dict[int, list[tuple[int, int]]]
 
 def documents(file: Input, counts: Counter[str], cuts: Cuts | None = None) -> Iterator[str]:
     """The text of every document in a file, empty ones left out, and of some that the cuts name only parts.
-    `counts`, a Counter, collects `binary` (files skipped), `empty` (rows and files without text),
-    `surrogates` (lone ones replaced) and `marks` (of a document's end)."""
+    `counts` collects `empty` (rows and files without text) and `marks` (of a document's end)."""
     for index, text in enumerate(whole_documents(file, counts)):
         if cuts and index in cuts:
             raw = text.encode()
@@ -372,7 +321,7 @@ def whole_documents(file: Input, counts: Counter[str]) -> Iterator[str]:
     with inputs.open_binary(file.path) as raw:
         try:
             for text in READERS[file.kind](raw, file, counts):
-                if text and file.marks and file.kind not in NO_ROWS:
+                if text and file.marks and file.kind not in ("text", "python"):
                     yield from split_at_marks(text, counts)
                 elif text:
                     yield text
@@ -381,26 +330,15 @@ def whole_documents(file: Input, counts: Counter[str]) -> Iterator[str]:
         except inputs.DAMAGED:
             raise DataError(f"{file.path}: the compressed data is damaged") from None
         except UnicodeDecodeError as error:
-            raise DataError(f"{file.path} is not whole {error.encoding.upper()}") from None
+            raise DataError(f"{file.path} is not whole {error.encoding.upper()}: {other_encodings(file.path)}"
+                            ) from None
 
 
 # --- what the input files are --------------------------------------------------------------------------
 
-def encoding_for(path: Path, encoding: str, named: bool = True) -> str:
-    """What --encoding says, if a file is not UTF-8, 16 or 32, else "". What a user names is text."""
-    if not encoding:
-        return ""
-    with damaged_is_refused(path):
-        is_text = named or inputs.may_be_text(path)
-        return encoding if is_text and inputs.utf8_size(path) is None else ""
-
-
-@contextlib.contextmanager
-def damaged_is_refused(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except inputs.DAMAGED:
-        raise DataError(f"{path}: the compressed data is damaged") from None
+NO_TEXTS = (DataError, UnicodeDecodeError, *inputs.DAMAGED)     # where a file holds something else
+FORMS = {"parquet": "parquet", "pq": "parquet", "jsonl": "jsonl", "ndjson": "jsonl", "json": "json",
+         "csv": "csv", "tsv": "csv"}
 
 
 def form_of(path: Path, encoding: str) -> str:
@@ -411,53 +349,32 @@ def form_of(path: Path, encoding: str) -> str:
     if start.startswith(b"version https://git-lfs."):
         raise DataError(f"{path} is a Git LFS pointer, not the file itself: `git lfs pull` gets that")
     packed = inputs.compression_of(start)
-    full_name = path.name.lower()
-    if "." not in full_name:    # a link may have none where the file has a suffix
-        full_name = os.path.basename(os.path.realpath(path)).lower()
-    name, _, suffix = full_name.rpartition(".")
-    if suffix not in ("gz", "xz"):
-        name = full_name
-    elif start and packed != {"gz": "gzip", "xz": "xz"}[suffix]:
-        return f"a .{suffix} that is not compressed so"
+    name = re.sub(r"\.[gx]z$", "", path.name.lower())
     unknown = re.search(r"\.(bz2|zst|lz4|zip|tar|tgz|txz)$", name)
     if packed not in ("", "gzip", "xz") or unknown:
         return packed or unknown[1]
-    if start.startswith(b"PAR1") or name.endswith((".parquet", ".pq")):
+    if start.startswith(b"PAR1"):
         return "parquet"
-    if name.endswith((".jsonl", ".ndjson")):
-        return "jsonl"
-    if name.endswith((".csv", ".tsv")):
-        return "csv"
-    if name.endswith(".json"):
-        return "jsonl" if is_rows(path, encoding) else "json"
-    return "jsonl" if "." not in name and is_rows(path, encoding) else "text"
+    form = FORMS.get(name.rpartition(".")[2], "text")
+    may_be_rows = form == "json" or "." not in name
+    return "jsonl" if may_be_rows and is_rows(path, encoding) else form
 
 
 def is_rows(path: Path, encoding: str) -> bool:
     """Are the first two lines of a file, or its only one, JSON objects with a `text`?"""
-    with inputs.open_binary(path) as raw, contextlib.suppress(*NO_ROW, *inputs.DAMAGED):
+    with inputs.open_binary(path) as raw, contextlib.suppress(*NO_TEXTS):
         stream = inputs.text_stream(raw, encoding)
-        rows = [row for _ in range(2) for row in json_values(stream.readline(1 << 24))]
-        for row in rows:
-            text_of(row, Counter())
-        return bool(rows)
+        lines = stream.readline(1 << 24) + stream.readline(1 << 24)
+        return bool(texts_of_json(lines.decode(), str(path)))
     return False
 
 
-def is_json_text(file: Input) -> bool:
-    """Does a .json file hold texts, and nothing else?"""
-    with (inputs.open_binary(file.path) as raw,
-          contextlib.suppress(DataError, UnicodeDecodeError, *inputs.DAMAGED)):
-        for _ in read_json(raw, file, Counter()):
-            pass
-        return True
-    return False
-
-
-def is_csv_text(file: Input) -> bool:
-    """Does a .csv or .tsv file have a column `text`?"""
-    with inputs.open_binary(file.path) as raw, contextlib.suppress(*inputs.DAMAGED, UnicodeDecodeError):
-        return csv_rows(raw, file.encoding) is not None
+def has_texts(file: Input) -> bool:
+    """Does a .json file hold texts, and nothing else? Has a .csv or .tsv file a column `text`?"""
+    with inputs.open_binary(file.path) as raw, contextlib.suppress(*NO_TEXTS):
+        if file.kind == "csv":
+            return csv_rows(raw, file.encoding) is not None
+        return read_json(raw, file, Counter()) is not None
     return False
 
 
@@ -470,17 +387,12 @@ def copy_of_pipe(path: Path) -> Path:
     return folder / path.name
 
 
-def named_file(path: Path) -> Path:
+def find_file(path: Path, encoding: str = "") -> Input:
     """A file that the command line names, or the copy of a pipe."""
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
-    return path if path.is_file() else copy_of_pipe(path)
-
-
-def find_file(path: Path, encoding: str = "") -> Input:
-    """A file that the command line names."""
-    path = named_file(path)
-    encoding = encoding_for(path, encoding)
+    if not path.is_file():
+        path = copy_of_pipe(path)
     form = form_of(path, encoding)
     if form not in READERS:
         raise DataError(f"{path}: {form} is not read here; files may be plain, .gz or .xz")
@@ -490,50 +402,51 @@ def find_file(path: Path, encoding: str = "") -> Input:
     return Input(path, form, TEXT_PIECE, encoding)
 
 
+NOT_UTF8 = "text that is not UTF-8"
+PACKED_TEXT = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|txt|md|parquet)\.\w+$")
+
+
 def find_in_folder(folder: Path, encoding: str = "") -> list[Input]:
-    """Every file in a folder. What is no text, such as an archive, is left out and named; text in an unknown
+    """Every file in a folder. What is no text, such as a picture, is left out and named; text in an unknown
     compression is refused."""
     files = []
     left_out = []
     no_utf8 = []
     for path in sorted(inputs.files_below(folder)):
-        if not path.is_file():
-            left_out.append(path)       # a link to nowhere, a pipe
-            continue
-        own = encoding_for(path, encoding, named=False)
-        file = Input(path, form_of(path, own), TEXT_PIECE, own)
-        no_rows = (file.kind == "json" and not is_json_text(file)
-                   or file.kind == "csv" and not is_csv_text(file))
-        if file.kind == "text" or no_rows:
-            file = text_in_folder(file)
-            if file.kind == "binary" and inputs.may_be_text(path):
-                no_utf8.append(path)
-                continue
+        # a link to nowhere or a pipe is none
+        form = form_of(path, encoding) if path.is_file() else "no file"
+        file = in_folder(Input(path, form, FOLDER_LIMIT, encoding))
         if file.kind in READERS:
             files.append(file)
-        elif re.search(r"\.(jsonl|ndjson|json|csv|tsv|txt|md|parquet)\.\w+$", path.name.lower()):
+        elif file.kind == NOT_UTF8:
+            no_utf8.append(path)
+        elif path.is_file() and PACKED_TEXT.search(path.name.lower()):
             raise DataError(f"{path}: {file.kind} is not read here; files may be plain, .gz or .xz")
         else:
             left_out.append(path)
-    say_left_out(left_out, "archives, links to nowhere or no files")
+    say_left_out(left_out, "no text, archives or links to nowhere")
     if no_utf8:
-        say_left_out(no_utf8, f"text that is not UTF-8 ({len(no_utf8):,} files). If it is Latin-1, "
-                     "--encoding latin-1 reads it, or convert each file with `iconv -f LATIN1 -t UTF-8 "
-                     f"{no_utf8[0].name} > NEW`")
+        say_left_out(no_utf8, f"{NOT_UTF8} ({len(no_utf8):,} files): {other_encodings(no_utf8[0])}")
     return files
 
 
-def text_in_folder(file: Input) -> Input:
-    """Plain text in a folder: a document, but for a long one, which is cut, or "binary"."""
-    with damaged_is_refused(file.path):
-        size = inputs.utf8_size(file.path, file.encoding)
+def in_folder(file: Input) -> Input:
+    """A file in a folder. Plain text is a document, but for a long one, which is cut; so is what holds no
+    `text` where .json or .csv should. The kind may also be "no text" or NOT_UTF8."""
+    if file.kind not in ("text", "json", "csv") or file.kind != "text" and has_texts(file):
+        return file
+    try:
+        size = inputs.utf8_size(file.path)
+        if size is None and inputs.may_be_text(file.path):
+            size = inputs.utf8_size(file.path, file.encoding)
+            kind = NOT_UTF8
+        else:
+            kind = "no text"
+    except inputs.DAMAGED:
+        raise DataError(f"{file.path}: the compressed data is damaged") from None
     if size is None:
-        return file._replace(kind="binary")
+        return file._replace(kind=kind)
     return file._replace(kind="text", piece=FOLDER_LIMIT if size <= FOLDER_LIMIT else FOLDER_PIECE)
-
-
-def file_bytes(file: Input) -> int:
-    return file.path.stat().st_size
 
 
 def say_left_out(paths: list[Path], what: str) -> None:
@@ -542,58 +455,36 @@ def say_left_out(paths: list[Path], what: str) -> None:
         print(f"left out: {', '.join(path.name for path in paths[:3])}{more}: {what}")
 
 
-def distinct(paths: Sequence[Path | str]) -> list[Path]:
-    """Each file, folder or pipe once; a pipe that is read twice would not end."""
-    places = {}
-    for path in map(Path, paths):
-        key = inputs.identity_of(path) if path.exists() else path
-        places.setdefault(key, path)
-    return list(places.values())
-
-
-def find_files(paths: Sequence[Path | str], encoding: str = "") -> list[Input]:
-    """Every input file, those of folders first: so the order of `paths` does not matter where a file is
-    given twice."""
+def find_files(paths: Iterable[Path | str], encoding: str = "") -> list[Input]:
+    """Every input file; a pipe that is named twice is read once."""
     files = []
-    for path in sorted(distinct(paths), key=lambda path: not path.is_dir()):
+    for path in dict.fromkeys(map(Path, paths)):
         files += find_in_folder(path, encoding) if path.is_dir() else [find_file(path, encoding)]
     return files
 
 
 def find_parquet(paths: Sequence[Path | str]) -> list[Input]:
-    """Every file in `paths`, and every *.parquet in folders, sorted by name."""
-    files = []
-    for path in distinct(paths):
-        inside = sorted(inputs.files_below(path)) if path.is_dir() else [named_file(path)]
-        if path.is_dir():
-            found = [file for file in inside if file.suffix.lower() == ".parquet" and file.is_file()]
-            say_left_out([file for file in inside if file not in set(found)], "not *.parquet")
-            inside = found
-        if not inside:
-            raise DataError(f"{path}: no *.parquet in this folder")
-        files += [Input(file, "parquet") for file in inside]
-    return files
+    """Every parquet file."""
+    files = find_files(paths)
+    if not any(file.kind == "parquet" for file in files):
+        raise DataError(f"{', '.join(map(str, paths))}: no parquet file there")
+    say_left_out([file.path for file in files if file.kind != "parquet"], "not parquet")
+    return [file for file in files if file.kind == "parquet"]
 
 
 def once(files: list[Input], taken: Sequence[Input] = ()) -> list[Input]:
     """The files, each once and without those that are `taken`, whatever their names: links by what they lead
-    to, copies by what they hold, where they are `taken` or would be cut into other documents."""
-    digest = lru_cache(None)(file_sha256)
-    seen = {inputs.identity_of(file.path) for file in taken}
-    by_size = {}    # {bytes: [(file, is it taken?), ...]}
-    for file in taken:
-        by_size.setdefault(file_bytes(file), []).append((file, True))
-    kept = []
+    to, copies by what they hold."""
+    sizes = Counter(file.path.stat().st_size for file in (*files, *taken))
+
+    def content(file: Input) -> tuple[int, str]:
+        size = file.path.stat().st_size
+        return size, file_sha256(file.path) if sizes[size] > 1 else ""
+
+    kept: dict[tuple[int, str], Input | None] = {content(file): None for file in taken}
     for file in files:
-        if inputs.identity_of(file.path) in seen:
-            continue
-        seen.add(inputs.identity_of(file.path))
-        alike = by_size.setdefault(file_bytes(file), [])
-        others = [other.path for other, is_taken in alike if is_taken or other.piece != file.piece]
-        if not any(digest(other) == digest(file.path) for other in others):
-            alike.append((file, False))
-            kept.append(file)
-    return kept
+        kept.setdefault(content(file), file)
+    return [file for file in kept.values() if file]
 
 
 def embedded_files(packages: Sequence[str] = PACKAGES) -> tuple[list[Input], list[str]]:
@@ -641,22 +532,21 @@ def text_fingerprint(val_hashes: np.ndarray, train_hashes: np.ndarray) -> str:
                           + b"train" + train_hashes.astype("<u8").tobytes()).hexdigest()
 
 
-def hash_documents(file: Input) -> tuple[np.ndarray, np.ndarray, Counter[str]]:
-    """Hash (uint64) and UTF-8 bytes (int64) of every document of a file in reading order, and its counts."""
+DOCUMENT = np.dtype([("hash", np.uint64), ("size", np.int64)])
+
+
+class Found(NamedTuple):
+    """What is in a file."""
+    file: Input
+    documents: np.ndarray  # DOCUMENT (n,), in reading order
+    cuts: Cuts
+
+
+def hash_documents(file: Input) -> tuple[Found, Counter[str]]:
+    """The documents of a file, and its counts."""
     counts: Counter[str] = Counter()
-    hashes = array("Q")
-    sizes = array("q")
-    for text in documents(file, counts):
-        hashes.append(document_hash(text))
-        sizes.append(len(text.encode()))
-    return np.array(hashes, np.uint64), np.array(sizes, np.int64), counts
-
-
-def warn_of_val(sizes: np.ndarray) -> None:
-    """Says so where one document makes most of val. sizes: of val's documents."""
-    if sizes.max() * 2 > sizes.sum():
-        print(f"warning: one document makes {sizes.max() / sizes.sum():.0%} of val, {sizes.max():,} of "
-              f"{sizes.sum():,} bytes, so val_bpb says little of other text; --val PATH takes another val")
+    rows = ((document_hash(text), len(text.encode())) for text in documents(file, counts))
+    return Found(file, np.fromiter(rows, DOCUMENT), {}), counts
 
 
 def choose_val(sizes: np.ndarray, val_bytes: int) -> tuple[np.ndarray, str]:
@@ -681,9 +571,10 @@ def choose_val(sizes: np.ndarray, val_bytes: int) -> tuple[np.ndarray, str]:
     return small & (small.cumsum() <= min(n_val, max(1, len(sizes) - 1))), warning
 
 
-def say_val(val: int, train: int, val_bytes: int) -> None:
-    """What val is, where it is not what was asked for. val, train: bytes of text."""
-    total = val + train
+def say_val(split_bytes: list[int], val_bytes: int) -> None:
+    """What val is, where it is not what was asked for. split_bytes: of text in val and train."""
+    val = split_bytes[0]
+    total = sum(split_bytes)
     about = f"val is {val:,} of {total:,} bytes ({val / total:.0%})"
     if val > 2 * min(val_bytes, total // 10):
         print(f"warning: {about}, since documents are few or long: give more of them, or --val PATH")
@@ -691,163 +582,121 @@ def say_val(val: int, train: int, val_bytes: int) -> None:
         print(f"{about}: about a tenth of the text, since {val_bytes:,} would be more")
 
 
-def say_marks(counts: Counter[str]) -> None:
-    if counts["marks"]:
-        print(f"{counts['marks']:,} marks of a text's end, such as <|endoftext|>, end documents and are left "
-              "out; --keep-marks keeps them as text")
+def wanted_documents(found: Found, wanted: np.ndarray) -> Iterator[str]:
+    """Those documents of a file that are wanted, bool (n,). DataError where the texts are others by now."""
+    texts = documents(found.file, Counter(), found.cuts)
+    try:
+        for text, key, is_wanted in zip(texts, found.documents["hash"], wanted, strict=True):
+            if is_wanted and document_hash(text) != key:
+                raise ValueError
+            if is_wanted:
+                yield text
+    except ValueError:
+        raise DataError("the input changed while it was being read") from None
 
 
-def wanted_documents(file: Input, cuts: Cuts, hashes: np.ndarray,
-                     wanted: np.ndarray) -> Iterator[tuple[int, str]]:
-    """(index, text) of those documents of a file that are wanted, by ascending index. hashes: of all of its
-    documents; DataError where the texts are others by now."""
-    is_wanted = np.zeros(len(hashes), bool)
-    is_wanted[wanted] = True
-    read = 0
-    changed = DataError("the input changed while it was being read")
-    for index, text in enumerate(documents(file, Counter(), cuts)):
-        if index >= len(hashes) or is_wanted[index] and document_hash(text) != hashes[index]:
-            raise changed
-        if is_wanted[index]:
-            read += 1
-            yield index, text
-    if read < len(wanted):
-        raise changed
+def texts_of(found: Found, wanted: np.ndarray) -> list[str]:
+    return [*wanted_documents(found, wanted)]
 
 
-def texts_of(file: Input, cuts: Cuts, hashes: np.ndarray, wanted: np.ndarray) -> list[str]:
-    """The documents of a file with these ascending indices."""
-    return [text for _, text in wanted_documents(file, cuts, hashes, wanted)]
-
-
-@lru_cache(1)
-def load_val(path: Path) -> overlap.ValText:
-    return overlap.ValText.load(path)
-
-
-def cut_file(file: Input, hashes: np.ndarray, sizes: np.ndarray, val: Path,
-             val_hashes: np.ndarray) -> tuple[Cuts, np.ndarray, np.ndarray]:
-    """(cuts, hashes and sizes of the file's documents after them): what is left of documents that hold text
-    of val, other than val's own."""
+def cut_file(found: Found, val: overlap.ValText, val_hashes: np.ndarray) -> Found:
+    """The same without text of val in documents other than val's own."""
+    others = ~np.isin(found.documents["hash"], val_hashes)
     cuts = {}
-    parts = [([key], [size]) for key, size in zip(hashes, sizes)]
-    others = np.flatnonzero(~np.isin(hashes, val_hashes))
-    found, again = itertools.tee(wanted_documents(file, {}, hashes, others))
-    for (index, text), left in zip(found, load_val(val).left_of(text for _, text in again)):
+    rows = [[row] for row in found.documents.tolist()]
+    texts, again = itertools.tee(wanted_documents(found, others))
+    for index, text, left in zip(np.flatnonzero(others).tolist(), texts, val.left_of(again)):
         if left is not None:
             raw = text.encode()
             cuts[index] = left
-            parts[index] = ([document_hash(raw[start:stop].decode()) for start, stop in left],
-                            [stop - start for start, stop in left])
-    return (cuts, np.array([key for keys, _ in parts for key in keys], np.uint64),
-            np.array([size for _, some in parts for size in some], np.int64))
+            rows[index] = [(document_hash(raw[start:stop].decode()), stop - start) for start, stop in left]
+    return Found(found.file, np.array([row for part in rows for row in part], DOCUMENT), cuts)
 
 
 class Corpus:
     """The distinct documents of a request, those of val before those of train, without val's text in train.
 
-    `files`, val's first; `cuts`: of each of them; `hashes`, `sizes`: of all documents in reading order;
+    `found`: what is in each file, val's first; `hashes`, `sizes`: of all documents in reading order;
     `starts`: of each file; `order`: indices of the documents that are kept, the `n_val` of val first, each
     split by ascending hash or as they were read; `unused`: how many of the val files are neither; `counts`:
     see documents(); `cut_bytes`: text of val left out."""
 
     def __init__(self, request: Request, processes: int) -> None:
-        self.keeps_order = request.keeps_order
+        self.request = request
         self.processes = processes
-        self.counts: Counter[str] = Counter()
         val_files = request.val_files or []
-        self.files = val_files + request.files
-        self.cuts: list[Cuts] = [{} for _ in self.files]
-        self.scan()
+        self.scan(val_files + request.files)
         if not val_files:
-            self.cut_finer(request)
-        say_marks(self.counts)
+            self.cut_finer()
         self.unused = 0
-        val_hashes = self.choose(request)
+        val_hashes = self.choose()
         self.select(val_hashes)
-        warn_of_val(self.sizes[self.order[:self.n_val]])
         before = int(self.sizes.sum())
         if not request.frozen:
-            self.cut_val(val_hashes, {file.path for file in val_files})
-            self.select(val_hashes)
+            self.cut_val(val_hashes, len(val_files))
         self.cut_bytes = before - int(self.sizes.sum())
         if not val_files:
-            val, train = self.split_bytes()
-            say_val(val, train, request.val_bytes)
+            say_val(self.split_bytes(), request.val_bytes)
 
-    def scan(self) -> None:
-        """Hashes and sizes of all documents. DataError if there are none."""
-        found = []
-        self.counts.clear()
-        jobs = [(file,) for file in self.files]
-        for hashes, sizes, counts in self.map_files(hash_documents, jobs, "reading"):
-            found.append((hashes, sizes))
+    def scan(self, files: list[Input]) -> None:
+        """Finds all documents. DataError if there are none."""
+        self.counts: Counter[str] = Counter()
+        self.found = []
+        for found, counts in self.map_files(hash_documents, [(file,) for file in files], "reading"):
+            self.found.append(found)
             self.counts += counts
-        self.join(found)
+        self.join()
         if not len(self.hashes):
             raise DataError("there is no text in the input")
 
-    def map_files(self, function: Callable[..., Any], jobs: list[tuple[Any, ...]],
-                  label: str) -> Iterator[Any]:
-        """parallel_map() of jobs whose first part is a file, with a progress line."""
-        with progress_of(label, sum(file_bytes(job[0]) for job in jobs)) as progress:
-            results = parallel_map(function, iter(jobs), min(self.processes, len(jobs)))
-            for job, result in zip(jobs, results):
-                yield result
-                progress.update(file_bytes(job[0]))
+    def map_files(self, function: Callable[..., Any], jobs: list[tuple[Any, ...]], label: str) -> tqdm:
+        """parallel_map() of jobs for a file each, with a progress line on a terminal."""
+        results = parallel_map(function, jobs, min(self.processes, len(jobs)))
+        return tqdm(results, label, len(jobs), leave=False, disable=None, unit=" files")
 
-    def join(self, found: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Sets what is known of all documents from (hashes, sizes) of each file."""
-        self.starts = np.cumsum([0, *[len(hashes) for hashes, _ in found]])
-        self.hashes = np.concatenate([np.zeros(0, np.uint64), *[hashes for hashes, _ in found]])
-        self.sizes = np.concatenate([np.zeros(0, np.int64), *[sizes for _, sizes in found]])
+    def join(self) -> None:
+        """Sets what is known of all documents."""
+        each = [found.documents for found in self.found]
+        self.starts = np.cumsum([0, *map(len, each)])
+        joined = np.concatenate([np.zeros(0, DOCUMENT), *each])
+        self.hashes = joined["hash"]
+        self.sizes = joined["size"]
 
-    def parts(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes and sizes of a file's documents."""
-        part = slice(self.starts[number], self.starts[number + 1])
-        return self.hashes[part], self.sizes[part]
-
-    def val_fits(self, request: Request) -> bool:
+    def val_fits(self) -> bool:
         """Would val be about as large as asked for, and of files that are cut anyway at least four pieces?"""
         sizes = self.sizes[np.unique(self.hashes, return_index=True)[1]]
-        is_val, _ = choose_val(sizes, request.val_bytes)
-        target = min(request.val_bytes, int(sizes.sum()) // 10)
-        few = is_val.sum() < 4 and all(file[1:3] == ("text", TEXT_PIECE) for file in self.files)
+        is_val, _ = choose_val(sizes, self.request.val_bytes)
+        target = min(self.request.val_bytes, int(sizes.sum()) // 10)
+        few = is_val.sum() < 4 and all(file[1:3] == ("text", TEXT_PIECE) for file, *_ in self.found)
         return len(sizes) > 1 and not few and sizes[is_val].sum() <= 1.5 * target
 
-    def cut_finer(self, request: Request) -> None:
+    def cut_finer(self) -> None:
         """Where val would be far larger than asked for, plain text is read again in shorter documents."""
-        is_text = [file.kind == "text" for file in self.files]
-        if not any(is_text) or self.val_fits(request):
+        is_text = [found.file.kind == "text" for found in self.found]
+        if not any(is_text) or self.val_fits():
             return
         total = int(self.sizes.sum())
-        piece = max(LEAST_PIECE, min(request.val_bytes, total // 10) // 4)
-        self.files = [file._replace(piece=min(file.piece, piece)) for file in self.files]
-        self.scan()
-        if all(is_text) and total < 40 * LEAST_PIECE and not self.val_fits(request):
+        piece = max(LEAST_PIECE, min(self.request.val_bytes, total // 10) // 4)
+        self.scan([file._replace(piece=min(file.piece, piece)) for file, *_ in self.found])
+        if all(is_text) and total < 40 * LEAST_PIECE and not self.val_fits():
             raise DataError(f"{total:,} bytes of text are too few to hold out a tenth, which would leave "
                             f"nothing for train: {40 * LEAST_PIECE:,} are enough")
         print(f"plain text is cut into documents of about {piece:,} bytes, so that val is not too large")
 
-    def choose(self, request: Request) -> np.ndarray:
+    def choose(self) -> np.ndarray:
         """Hashes of val's documents: those of its files, where the order is kept the first ones up to
         `val_bytes`; without files what choose_val() says."""
+        request = self.request
         if request.val_files:
             val = int(self.starts[len(request.val_files)])
-            if self.keeps_order:
-                self.unused = val
-                val = int(np.searchsorted(self.sizes[:val].cumsum(), request.val_bytes, "right"))
-                self.unused -= val
-            if self.unused and not val:
-                raise DataError(f"--val-bytes {request.val_bytes:,} is too little: the first document of val "
-                                f"has {self.sizes[0]:,} bytes")
-            return self.hashes[:val]
+            if request.keeps_order:
+                ends = self.sizes[:val].cumsum()
+                self.unused = val - int(np.searchsorted(ends, request.val_bytes, "right"))
+            return self.hashes[:val - self.unused]
         distinct, first = np.unique(self.hashes, return_index=True)
         if len(first) == 1:
-            times = f", {len(self.hashes):,} times" if len(self.hashes) > 1 else ""
-            raise DataError(f"the input is one document, of {self.sizes[0]:,} bytes{times}, and val needs "
-                            "one of its own, which would leave nothing for train: more documents, or --val "
-                            "PATH")
+            raise DataError(f"the input is one document, of {self.sizes[0]:,} bytes, and val needs one of "
+                            "its own, which would leave nothing for train: more documents, or --val PATH")
         is_val, warning = choose_val(self.sizes[first], request.val_bytes)
         if warning:
             print(warning)
@@ -856,31 +705,27 @@ class Corpus:
     def select(self, val_hashes: np.ndarray) -> None:
         """Sets which documents are kept, each text once."""
         places = np.arange(len(self.hashes))
-        if self.keeps_order:
-            places = np.delete(places, np.s_[len(val_hashes):len(val_hashes) + self.unused])
+        places = np.delete(places, np.s_[len(val_hashes):len(val_hashes) + self.unused])
         order = places[np.unique(self.hashes[places], return_index=True)[1]]
-        if self.keeps_order:
+        if self.request.keeps_order:
             order.sort()
         is_val = np.isin(self.hashes[order], val_hashes)
         if not is_val.any():
-            raise DataError("the input leaves no document for val")
+            raise DataError("the input leaves no document for val: --val-bytes "
+                            f"{self.request.val_bytes:,} is too little, or the text of --val is")
         if is_val.all():
             raise DataError("all of the text is val's as well, which would leave nothing for train")
         self.order = np.concatenate([order[is_val], order[~is_val]])
         self.n_val = int(is_val.sum())
 
-    def cut_val(self, val_hashes: np.ndarray, val_files: set[Path]) -> None:
+    def cut_val(self, val_hashes: np.ndarray, val_files: int) -> None:
         """Leaves out of train what stands in val."""
-        found = [self.parts(number) for number in range(len(self.files))]
-        numbers = [number for number, file in enumerate(self.files) if file.path not in val_files]
-        with tempfile.TemporaryDirectory(prefix="prepare-") as folder:
-            path = Path(folder, "val.npz")
-            places = np.sort(self.order[:self.n_val])
-            overlap.ValText.of(text for file in self.by_file(places) for text in texts_of(*file)).save(path)
-            jobs = [(self.files[number], *found[number], path, val_hashes) for number in numbers]
-            for number, result in zip(numbers, self.map_files(cut_file, jobs, "comparing with val")):
-                self.cuts[number], *found[number] = result
-        self.join(found)
+        parts = self.by_file(self.order[:self.n_val])
+        val = overlap.ValText.of(text for part in parts for text in wanted_documents(*part))
+        jobs = [(found, val, val_hashes) for found in self.found[val_files:]]
+        self.found[val_files:] = self.map_files(cut_file, jobs, "comparing with val")
+        self.join()
+        self.select(val_hashes)
 
     def split_hashes(self) -> list[np.ndarray]:
         """Ascending hashes of val and of train."""
@@ -894,12 +739,12 @@ class Corpus:
         """Documents that are in neither split because another one is equal."""
         return len(self.hashes) - self.unused - len(self.order)
 
-    def by_file(self, places: np.ndarray) -> list[tuple[Input, Cuts, np.ndarray, np.ndarray]]:
-        """(file, its cuts, its hashes, which of its documents) for each file that has some of these, which
-        are ascending."""
-        parts = np.split(places, np.searchsorted(places, self.starts[1:-1]))
-        return [(self.files[number], self.cuts[number], self.parts(number)[0], part - self.starts[number])
-                for number, part in enumerate(parts) if len(part)]
+    def by_file(self, places: np.ndarray) -> list[tuple[Found, np.ndarray]]:
+        """(what is in it, which of its documents) for each file that has some of these."""
+        wanted = np.zeros(len(self.hashes), bool)
+        wanted[places] = True
+        parts = np.split(wanted, self.starts[1:-1])
+        return [(found, part) for found, part in zip(self.found, parts) if part.any()]
 
     def sample(self) -> list[str]:
         """The train documents with the smallest hashes, SAMPLE_BYTES together, by ascending hash."""
@@ -908,20 +753,19 @@ class Corpus:
         order = order[:np.searchsorted(self.sizes[order].cumsum(), SAMPLE_BYTES) + 1]
         wanted = np.sort(order)
         texts = []
-        for found in self.map_files(texts_of, self.by_file(wanted), "sampling"):
-            texts += found
+        for part in self.map_files(texts_of, self.by_file(wanted), "sampling"):
+            texts += part
         return [texts[place] for place in np.searchsorted(wanted, order)]
 
     def tokens(self, model: bytes) -> Generator[np.ndarray, None, None]:
         """BOS and tokens, as uint16, of the documents that are kept, as they are read."""
         threads = inputs.usable_cpus() if self.processes == 1 else 1
-        texts = (text for file in self.by_file(np.sort(self.order)) for _, text in wanted_documents(*file))
+        texts = (text for part in self.by_file(self.order) for text in wanted_documents(*part))
         jobs = ((model, batch, threads) for batch in overlap.in_batches(texts, BATCH_BYTES))
-        with (progress_of("encoding", sum(self.split_bytes())) as progress,
-              contextlib.closing(parallel_map(encode_batch, jobs, self.processes)) as results):
-            for arrays, size in results:
+        total = sum(self.split_bytes()) // BATCH_BYTES
+        with contextlib.closing(parallel_map(encode_batch, jobs, self.processes)) as results:
+            for arrays in tqdm(results, "encoding", total, leave=False, disable=None, unit=" MB"):
                 yield from arrays
-                progress.update(size)
 
 
 # --- in several processes ------------------------------------------------------------------------------
@@ -937,23 +781,17 @@ def start_worker() -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def start_pool(processes: int) -> ProcessPoolExecutor | None:
-    """None, and a line that says why, on a system without semaphores or shared memory."""
-    try:
-        return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start_worker)
-    except (OSError, ImportError, NotImplementedError) as error:
-        print(f"working in one process, since this system has no semaphores for more ({error}): slower, with "
-              "the same result", flush=True)
-        return None
-
-
 def parallel_map(function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]],
                  processes: int) -> Generator[Any, None, None]:
     """function(*job) for every job, results in the jobs' order; `jobs` is read a few jobs ahead only."""
-    pool = start_pool(processes) if processes > 1 else None
-    if pool is None:
+    if processes < 2:
         yield from itertools.starmap(function, jobs)
         return
+    try:
+        pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start_worker)
+    except (OSError, ImportError, NotImplementedError) as error:
+        raise DataError(f"this system has no semaphores for several processes ({error}): --processes 1 takes "
+                        "longer, with the same result") from None
     try:
         waiting = deque()
         for job in jobs:
@@ -983,11 +821,7 @@ def training_sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 class TooSmall(Exception):
-    """The text gives no vocabulary of the size; `largest` is the largest that it gives."""
-
-    def __init__(self, largest: int) -> None:
-        super().__init__(largest)
-        self.largest = largest
+    """The text gives no vocabulary of the size, but one of args[0]."""
 
 
 class TooManyCharacters(Exception):
@@ -1000,13 +834,12 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> bytes:
     spaces = sum(text.count(" ") for text in texts)
     needs_space = spaces < RARE_SPACES * sum(map(len, texts))
     try:
-        try:
+        with contextlib.suppress(TooManyCharacters):
             return train_bpe(texts, vocab_size, needs_space)
-        except TooManyCharacters:
-            return train_on_frequent(texts, vocab_size, needs_space)
+        return train_on_frequent(texts, vocab_size, needs_space)
     except TooSmall as error:
         raise DataError(f"the text is too small for a vocabulary of {vocab_size}: the largest possible "
-                        f"size is {error.largest}") from None
+                        f"size is {error.args[0]}") from None
 
 
 def train_on_frequent(texts: list[str], vocab_size: int, needs_space: bool) -> bytes:
@@ -1029,7 +862,7 @@ def train_on_frequent(texts: list[str], vocab_size: int, needs_space: bool) -> b
         except TooSmall as error:
             if most >= room:
                 raise
-            most = min(room, most + vocab_size - error.largest)
+            most = min(room, most + vocab_size - error.args[0])
             coverage = 1.0
 
 
@@ -1078,8 +911,8 @@ def load_tokenizer(model: bytes) -> spm.SentencePieceProcessor:
     return spm.SentencePieceProcessor(model_proto=model)
 
 
-def encode_batch(model: bytes, texts: list[str], threads: int) -> tuple[list[np.ndarray], int]:
-    """(BOS and tokens of each text, bytes of all). Each is decoded to check it."""
+def encode_batch(model: bytes, texts: list[str], threads: int) -> list[np.ndarray]:
+    """BOS and tokens of each text, which is decoded to check it."""
     sp = load_tokenizer(model)
     plain = ["" if SPACE_MARK in text else text for text in texts]
     found = sp.encode(plain, num_threads=threads)
@@ -1088,8 +921,7 @@ def encode_batch(model: bytes, texts: list[str], threads: int) -> tuple[list[np.
         if decoded != text:
             raise DataError(f"the tokenizer would change the document that begins with {text[:40]!r}: leave "
                             "it out, and please report it")
-    return ([np.array(array("H", [BOS_ID, *ids]), "<u2") for ids in found],
-            sum(len(text.encode()) for text in texts))
+    return [np.array(array("H", [BOS_ID, *ids]), "<u2") for ids in found]
 
 
 # --- shards --------------------------------------------------------------------------------------------
@@ -1105,17 +937,13 @@ def in_shards(token_arrays: Iterable[np.ndarray], shard_tokens: int) -> Iterator
     number = 0
     count = 0
     for tokens in token_arrays:
-        if count + min(len(tokens), shard_tokens) > shard_tokens:
-            number += 1
-            count = 0
-        while len(tokens):
-            part = tokens[:shard_tokens - count]
-            tokens = tokens[len(part):]
-            yield number, part
-            count += len(part)
-            if len(tokens):
+        for start in range(0, len(tokens), shard_tokens):
+            part = tokens[start:start + shard_tokens]
+            if count + len(part) > shard_tokens:
                 number += 1
                 count = 0
+            yield number, part
+            count += len(part)
 
 
 def write_shards(folder: Path, name: str, split: str, token_arrays: Iterable[np.ndarray],
@@ -1141,22 +969,21 @@ def write_shards(folder: Path, name: str, split: str, token_arrays: Iterable[np.
 def in_order(corpus: Corpus, arrays: Iterator[np.ndarray], scratch: BinaryIO) -> Iterator[np.ndarray]:
     """The token arrays of the documents by `corpus.order`, which come as they are read; the open file
     `scratch` holds them meanwhile, unless that is the same."""
-    if corpus.keeps_order:
+    if corpus.request.keeps_order:
         yield from arrays
         return
-    start, length = np.zeros((2, len(corpus.hashes)), np.int64)
-    for place, tokens in zip(np.sort(corpus.order), arrays):
-        start[place] = scratch.tell()
-        length[place] = len(tokens)
-        scratch.write(tokens.tobytes())
-    for place in corpus.order:
-        scratch.seek(int(start[place]))
-        yield np.frombuffer(scratch.read(2 * int(length[place])), "<u2")
+    ends = [0]
+    for tokens in arrays:
+        ends.append(scratch.write(tokens.tobytes()) + ends[-1])
+    for place in np.searchsorted(np.sort(corpus.order), corpus.order):
+        scratch.seek(ends[place])
+        yield np.frombuffer(scratch.read(ends[place + 1] - ends[place]), "<u2")
 
 
-def write_dataset(request: Request, corpus: Corpus, folder: Path, tokenizer: Path,
+def write_dataset(corpus: Corpus, folder: Path, tokenizer: Path,
                   shard_tokens: int = SHARD_TOKENS) -> dict[str, Any]:
     """Write tokenizer.model, shards, document_hashes.bin and, last, the manifest to `folder` -> manifest."""
+    request = corpus.request
     texts = corpus.sample()
     print(f"training the tokenizer on {sum(len(text.encode()) for text in texts):,} bytes", flush=True)
     model = train_tokenizer(texts, request.vocab_size)
@@ -1169,12 +996,13 @@ def write_dataset(request: Request, corpus: Corpus, folder: Path, tokenizer: Pat
                                shard_tokens)
         entries += write_shards(folder, request.name, "train", arrays, shard_tokens)
     (folder / "tokens.scratch").unlink()
-    return write_manifest(request, corpus, folder, tokenizer, model, entries)
+    return write_manifest(corpus, folder, tokenizer, model, entries)
 
 
-def write_manifest(request: Request, corpus: Corpus, folder: Path, tokenizer: Path, model: bytes,
+def write_manifest(corpus: Corpus, folder: Path, tokenizer: Path, model: bytes,
                    entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Write document_hashes.bin, both arrays ascending, and then manifest.json -> the manifest."""
+    request = corpus.request
     val_hashes, train_hashes = corpus.split_hashes()
     val_bytes, train_bytes = corpus.split_bytes()
     (folder / "document_hashes.bin").write_bytes(
@@ -1195,18 +1023,21 @@ def write_manifest(request: Request, corpus: Corpus, folder: Path, tokenizer: Pa
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 
-def is_complete(folder: Path, request: Request, fingerprint: str) -> bool:
-    """Whether `folder` holds the requested dataset and it is complete; DataError if it holds another one."""
+
+def is_complete(folder: Path, request: Request, fingerprint: str = "") -> bool:
+    """Whether `folder` holds the requested dataset, of the text with this fingerprint if that is known, and
+    it is complete; DataError if it holds another one."""
     try:
         manifest = json.loads(inputs.read_text(folder / "manifest.json"))
         found = manifest["source"], manifest["tokenizer"]["vocab_size"], manifest["text_fingerprint"]
+        made_of = ", ".join(map(str, manifest["source"]))
         tokenizer = folder / manifest["tokenizer"]["path"]
         shards = [(folder / file["path"], 1024 + 2 * file["tokens"]) for file in manifest["files"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise DataError(f"{request.name} exists without a readable manifest; --force replaces it") from None
-    if found != (request.source, request.vocab_size, fingerprint):
-        raise DataError(f"{request.name} exists with other text, other documents of this text or another "
-                        "vocabulary; --force replaces it")
+    if found != (request.source, request.vocab_size, fingerprint or found[2]):
+        raise DataError(f"{request.name} exists, of {made_of}, with other text, other documents of this text "
+                        "or another vocabulary; --force replaces it")
     return (tokenizer.is_file() and file_sha256(tokenizer) == manifest["tokenizer"]["sha256"]
             and all(path.is_file() and path.stat().st_size == size for path, size in shards))
 
@@ -1220,15 +1051,16 @@ class Places(NamedTuple):
 
 def layout(request: Request, out: Path | str) -> Places:
     """Where the dataset goes; DataError if the request is invalid."""
-    if not re.fullmatch(r"\w[\w.-]*", request.name):
-        raise DataError(f"--name {request.name!r} may hold letters, digits, dot, dash and underscore only")
-    if request.vocab_size > 65536:
-        raise DataError(f"--vocab-size {request.vocab_size} is beyond 65536, the range of uint16")
-    if request.vocab_size < LEAST_VOCAB:
-        raise DataError(f"--vocab-size {request.vocab_size} cannot hold every byte and the space: the "
-                        f"smallest possible size is {LEAST_VOCAB}")
-    if request.val_bytes < 1:
-        raise DataError(f"--val-bytes {request.val_bytes} is not positive")
+    size = request.vocab_size
+    for is_fine, what in (
+            (re.fullmatch(r"\w[\w.-]*", request.name),
+             f"--name {request.name!r} may hold letters, digits, dot, dash and underscore only"),
+            (size <= 65536, f"--vocab-size {size} is beyond 65536, the range of uint16"),
+            (size >= LEAST_VOCAB, f"--vocab-size {size} cannot hold every byte and the space: the smallest "
+             f"possible size is {LEAST_VOCAB}"),
+            (request.val_bytes > 0, f"--val-bytes {request.val_bytes} is not positive")):
+        if not is_fine:
+            raise DataError(what)
     folder = inputs.behind_link(Path(out, "datasets", request.name))     # what is replaced, not the link
     if not folder:
         raise DataError(f"datasets/{request.name} is a link to a place in a folder that is not there: "
@@ -1257,35 +1089,33 @@ def install(places: Places) -> None:
     shutil.rmtree(old, ignore_errors=True)
     tokenizer.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(partial / "tokenizer.model", new)       # it may be on another disk
-    had_one = folder.exists()
     try:
-        if had_one:
+        if folder.exists():
             shutil.move(folder, old)        # which copies where nothing can be renamed, as in a container
-        try:
-            os.replace(partial, folder)
-        except BaseException:
-            if had_one:
-                shutil.move(old, folder)
-            raise
-        os.replace(new, tokenizer)
-    finally:
-        new.unlink(missing_ok=True)
+        os.replace(partial, folder)
+    except BaseException:
+        if not folder.exists() and old.exists():
+            shutil.move(old, folder)
+        new.unlink()
+        raise
+    os.replace(new, tokenizer)
     (folder / "tokenizer.model").unlink()
     shutil.rmtree(old, ignore_errors=True)
 
 
-def report(request: Request, corpus: Corpus, manifest: dict[str, Any], folder: Path) -> None:
+def report(corpus: Corpus, manifest: dict[str, Any], folder: Path) -> None:
     """Print what was written."""
+    request = corpus.request
     tokens = sum(file["tokens"] for file in manifest["files"])
     count = manifest["train_docs"] + manifest["val_docs"]
     text_bytes = manifest["train_bytes"] + manifest["val_bytes"]
     dropped = [f"{corpus.duplicates():,} duplicates dropped"]
-    for number, what in ((corpus.counts["binary"], "binary files skipped"),
-                         (corpus.counts["surrogates"], "lone surrogates replaced"),
-                         (corpus.counts["empty"], "empty or null texts skipped"),
+    for number, what in ((corpus.counts["empty"], "empty or null texts skipped"),
                          (corpus.unused, "documents of the val file not used"),
-                         (request.repeated, "inputs given twice, or as val and as text, read once"),
-                         (corpus.cut_bytes, "bytes left out of train because they are in val")):
+                         (request.repeated, "inputs equal to others, or to val, read once"),
+                         (corpus.cut_bytes, "bytes left out of train because they are in val"),
+                         (corpus.counts["marks"], "marks such as <|endoftext|> left out, which end documents "
+                          "(--keep-marks keeps them as text)")):
         if number:
             dropped.append(f"{number:,} {what}")
     print(f"{request.name}: {count:,} documents, {text_bytes:,} bytes; {', '.join(dropped)}")
@@ -1297,19 +1127,9 @@ def report(request: Request, corpus: Corpus, manifest: dict[str, Any], folder: P
         print(f"next: DATA_PATH={folder} ./run.sh")
 
 
-def is_there(request: Request, places: Places, corpus: Corpus, force: bool) -> bool:
-    """Is there nothing to do? Says so. DataError if there is another dataset, or could be none."""
-    if places.folder.exists() and not force:
-        if is_complete(places.folder, request, text_fingerprint(*corpus.split_hashes())):
-            print(f"{request.name} is there already: nothing to do")
-            return True
-    check_places(places)
-    return False
-
-
 def processes_for(request: Request) -> int:
     """How many processes work: one for each processor, where there is enough text for them."""
-    size = sum(map(file_bytes, request.files))
+    size = sum(file.path.stat().st_size for file in request.files)
     return inputs.usable_cpus() if size > MUCH_TEXT else 1
 
 
@@ -1318,19 +1138,21 @@ def build(request: Request, out: Path | str, force: bool = False, shard_tokens: 
     """Write out/datasets/<name>/ and out/tokenizers/<name>.model -> the manifest, None if they are there
     already. processes: 0 for as many as processes_for() says. DataError if that is impossible."""
     places = layout(request, out)
-    if force or not places.folder.exists():
+    exists = places.folder.exists() and not force
+    if not exists:
         check_places(places)
     corpus = Corpus(request, processes or processes_for(request))
-    if is_there(request, places, corpus, force):
-        return None
+    if exists:
+        if is_complete(places.folder, request, text_fingerprint(*corpus.split_hashes())):
+            print(f"{request.name} is there already: nothing to do")
+            return None
+        check_places(places)
     try:
         with inputs.locked(places.partial):
-            if is_there(request, places, corpus, force):    # another process may have finished it meanwhile
-                return None
             try:
                 for path in places.partial.iterdir():      # what a killed run left
                     path.unlink()
-                manifest = write_dataset(request, corpus, places.partial, places.tokenizer, shard_tokens)
+                manifest = write_dataset(corpus, places.partial, places.tokenizer, shard_tokens)
                 install(places)
             except BaseException:
                 shutil.rmtree(places.partial, ignore_errors=True)
@@ -1338,74 +1160,54 @@ def build(request: Request, out: Path | str, force: bool = False, shard_tokens: 
     except inputs.Busy:
         raise DataError("another process is preparing this dataset: the same command works when that has "
                         "ended") from None
-    report(request, corpus, manifest, places.folder)
+    report(corpus, manifest, places.folder)
     return manifest
 
 
 # --- command line --------------------------------------------------------------------------------------
 
-def source_names(paths: Sequence[str]) -> list[str]:
-    """How the manifest calls the inputs; a pipe has another name at each run."""
-    return sorted([path.resolve().name if path.is_file() or path.is_dir() else "pipe"
-                   for path in distinct(paths)])
-
-
 def make_request(args: argparse.Namespace) -> Request:
     """The Request of a command line."""
-    if args.encoding and args.text is None:
-        raise DataError("--encoding goes with --text")
     if args.text is None and args.parquet is None:
-        if args.val is not None or args.keep_marks:
-            raise DataError("--val and --keep-marks go with --text or --parquet")
-        return embedded_request(args)
+        if args.val is not None or args.keep_marks or args.encoding:
+            raise DataError("--val, --keep-marks and --encoding go with --text or --parquet")
+        files, source = embedded_files()
+        val_bytes = VAL_BYTES if args.val_bytes is None else args.val_bytes
+        return Request(args.name or "embedded", source, files, args.vocab_size, val_bytes, frozen=True)
     if args.name is None:
         raise DataError("--text and --parquet need --name")
-    if args.parquet is None and args.val is not None and args.val_bytes is not None:
+    if args.text and args.val is not None and args.val_bytes is not None:
         raise DataError("--val and --val-bytes go together with --parquet only")
-    encoding = known_encoding(args.encoding)
+    try:
+        "".encode(args.encoding or "utf-8")
+    except (LookupError, ValueError):
+        raise DataError(f"--encoding {args.encoding!r} is not known; among others latin-1, cp1252, cp1251, "
+                        "gb18030, shift_jis are") from None
 
-    def find(paths: Sequence[str]) -> list[Input]:
-        files = find_parquet(paths) if args.text is None else find_files(paths, encoding)
+    def find(paths: list[Path]) -> list[Input]:
+        files = find_files(paths, args.encoding) if args.text else find_parquet(paths)
         return [file._replace(marks=not args.keep_marks) for file in files]
 
-    paths = args.text or args.parquet
-    val_bytes = PARQUET_VAL_BYTES if args.text is None else VAL_BYTES
+    paths = [*map(Path, args.text or args.parquet)]
+    # a pipe has another name at each run
+    source = sorted([path.name if path.is_file() or path.is_dir() else "pipe"
+                     for path in {path.resolve() for path in paths}])
     found = find(paths)
-    # a file that is text by one name and rows by another one is read as rows
-    files = once(sorted(found, key=lambda file: file.kind == "text"))
-    repeated = len(paths) - len(distinct(paths)) + len(found) - len(files)
-    val_files = once(find([args.val])) if args.val is not None else []
-    if args.parquet is not None and args.val is None:
+    if args.text:       # where a file is given twice, that of rows counts, then that of a folder
+        found.sort(key=lambda file: (file.kind == "text", -file.piece))
+    files = once(found)
+    repeated = len(paths) - len({*paths}) + len(found) - len(files)
+    val_files = once(find([Path(args.val)])) if args.val is not None else []
+    if args.parquet and not val_files:
         val_files = [files.pop()]
     others = once(files, val_files)
     if found and not others:
         raise DataError("all of the text is val's as well, which would leave nothing for train: give more, "
                         "or files with --text, of whose documents a tenth is val")
-    return Request(args.name, source_names(paths), others, args.vocab_size,
+    val_bytes = PARQUET_VAL_BYTES if args.parquet else VAL_BYTES
+    return Request(args.name, source, others, args.vocab_size,
                    val_bytes if args.val_bytes is None else args.val_bytes, val_files or None,
-                   repeated + len(files) - len(others), keeps_order=args.parquet is not None)
-
-
-def embedded_request(args: argparse.Namespace) -> Request:
-    """The Request of the embedded corpus."""
-    files, source = embedded_files()
-    lines = inputs.read_text(REQUIREMENTS).splitlines() if REQUIREMENTS.exists() else []
-    pins = [line.strip() for line in lines if line.split("==")[0] in PACKAGES]
-    if set(pins) != set(source):
-        print(f"installed {' '.join(source)} but requirements.txt pins {' '.join(pins) or 'none'}: "
-              "the records were made with other text")
-    val_bytes = VAL_BYTES if args.val_bytes is None else args.val_bytes
-    return Request(args.name or "embedded", source, files, args.vocab_size, val_bytes, frozen=True)
-
-
-def known_encoding(name: str) -> str:
-    """The same, or "" for UTF-8. DataError unless Python knows it as an encoding of text."""
-    try:
-        "".encode(name or "utf-8")
-        return "" if codecs.lookup(name or "utf-8").name == "utf-8" else name
-    except (LookupError, ValueError):
-        raise DataError(f"--encoding {name!r} is not known; among others latin-1, cp1252, cp1251, gb18030, "
-                        "shift_jis are") from None
+                   repeated + len(files) - len(others), keeps_order=bool(args.parquet))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1445,9 +1247,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("prepare: interrupted, nothing was written", file=sys.stderr)
-    except OSError as error:
-        full = error.errno == errno.ENOSPC
-        print(f"prepare: {'the disk is full, nothing was written' if full else error}", file=sys.stderr)
+    except OSError as error:        # such as of a full disk
+        print(f"prepare: {error}", file=sys.stderr)
     return 1
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from data import prepare
 from helpers import ROOT
-from test_prepare import ODD, make_texts, read_documents, run, run_killed, snapshot, write_jsonl
+from test_prepare import ODD, make_texts, prepared, read_documents, run, snapshot, write_jsonl, written
 
 VAL_BYTES = 6000
 SHARD_TOKENS = 3000
@@ -56,25 +56,17 @@ def whole(folder, tmp_path_factory):
     return snapshot(out), manifest, out
 
 
-def words_of(folder, out):
-    """The same as words of the command line."""
-    return ["--name", "toy", "--vocab-size", 512, "--val-bytes", VAL_BYTES, "--processes", 1,
-            "--out", out, "--parquet", folder]
-
-
-SMALL = functools.partial(prepare.build, shard_tokens=SHARD_TOKENS)
-
-
 @pytest.fixture
 def command(folder, tmp_path, monkeypatch):
-    """That command, with its small shards."""
-    monkeypatch.setattr(prepare, "build", SMALL)
-    return words_of(folder, tmp_path)
+    """The same as words of the command line."""
+    monkeypatch.setattr(prepare, "build", functools.partial(prepare.build, shard_tokens=SHARD_TOKENS))
+    return ["--name", "toy", "--vocab-size", 512, "--val-bytes", VAL_BYTES, "--processes", 1,
+            "--out", tmp_path, "--parquet", folder]
 
 
 # --- what is kept ----------------------------------------------------------------------------------------
 
-def test_what_is_kept(whole, texts, tmp_path):
+def test_what_is_kept(whole, texts):
     files, manifest, out = whole
     train, val = texts
     n = np.searchsorted(np.cumsum([len(text.encode()) for text in [val[0], *val]]), VAL_BYTES, "right") - 1
@@ -90,25 +82,13 @@ def test_what_is_kept(whole, texts, tmp_path):
             tokens = np.frombuffer(files[f"datasets/toy/{file['path']}"], "<u2", offset=1024)
             assert tokens[0] == 1 and len(tokens) == file["tokens"] <= SHARD_TOKENS
     assert len(manifest["files"]) > 10 and json.loads(files["datasets/toy/manifest.json"]) == manifest
-    names = "manifest.json", "document_hashes.bin", *(file["path"] for file in manifest["files"])
-    assert set(files) == {"tokenizers/toy.model", *(f"datasets/toy/{name}" for name in names)}
-
-    # --text with val's documents from a path: the same tokenizer, fingerprint and side file
-    run("--text", write_jsonl(tmp_path / "t.jsonl", train + val[:n]), "--val",
-        write_jsonl(tmp_path / "v.jsonl", val[:n]), "--name", "toy", "--vocab-size", 512, "--out", tmp_path)
-    other = snapshot(tmp_path)
-    side = "datasets/toy/document_hashes.bin"
-    assert other[side] == files[side] and other["tokenizers/toy.model"] == files["tokenizers/toy.model"]
-    other = json.loads(other["datasets/toy/manifest.json"])
-    assert {key for key in manifest if manifest[key] != other[key]} == {"dropped", "files", "source"}
 
 
 def test_val_from_elsewhere(folder, texts, tmp_path):
     """--val takes a file, also one among those of --parquet."""
-    run("--parquet", folder, "--val", folder / "s0.parquet", "--name", "toy", "--vocab-size", 400,
-        "--processes", 1, "--out", tmp_path)
-    assert read_documents(tmp_path, "toy", "val") == [*texts[0][:90], texts[1][1]]
-    train = read_documents(tmp_path, "toy", "train")
+    prepared(tmp_path, "--parquet", folder, "--val", folder / "s0.parquet")
+    assert read_documents(tmp_path / "out", "toy", "val") == [*texts[0][:90], texts[1][1]]
+    train = read_documents(tmp_path / "out", "toy", "train")
     assert train == [texts[0][90], texts[1][0], *texts[0][91:], *texts[1][2:]]
 
 
@@ -125,12 +105,10 @@ def test_rows_are_read_in_batches(tmp_path, monkeypatch):
 
 # --- what disturbs it -------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_killed_and_run_again(whole, command, tmp_path, processes):
-    """With any number of processes."""
-    run_killed("write_manifest", *command)
-    assert not (tmp_path / "datasets" / "toy").exists()
-    run(*command, "--processes", processes)
+def test_several_processes_after_a_run_that_was_killed(whole, command, tmp_path):
+    """The same bytes, whatever that one left."""
+    written(tmp_path / "datasets/.toy.partial/toy_train_000099.bin", "half")
+    run(*command, "--processes", 2)
     assert snapshot(tmp_path) == whole[0]
 
 
@@ -170,28 +148,20 @@ def test_refused_files(tmp_path):
                                  ("bytes", "text", [b"\xff\xfe"]), ("list", "text", [["a"], ["b"]])]:
         pq.write_table(pa.table({column: values}), tmp_path / f"{name}.parquet")
     (tmp_path / "none").mkdir()
-    out = tmp_path / "out"
-    command = "--processes", 1, "--out", out, "--name", "toy", "--vocab-size", 400, "--parquet"
     for words, names in [("no column `text`", ("other", "number", "bytes", "list")),
                          ("damaged", ("cut", "hole", "text", "empty"))]:
         for path in (tmp_path / f"{name}.parquet" for name in names):
             for paths in (path, good), (good, path):
-                said = run(*command, *paths, expect=2)
+                said, _ = prepared(tmp_path, "--parquet", *paths, expect=2)
                 assert words in said and path.name in said
-    for words, *paths in [("nowhere", good, tmp_path / "nowhere"), ("*.parquet", good, tmp_path / "none"),
+    for words, *paths in [("nowhere", good, tmp_path / "nowhere"), ("no parquet file", tmp_path / "none"),
                           ("for train", good), ("for train", good, tmp_path / "same.parquet")]:
-        assert words in run(*command, *paths, expect=2)
-    run(*command, tmp_path / "cut.parquet", good, "--processes", 2, expect=2)
-    assert not snapshot(out)
+        assert words in prepared(tmp_path, "--parquet", *paths, expect=2)[0]
+    assert not snapshot(tmp_path / "out")
 
 
-def test_refused_requests(folder, command, tmp_path, monkeypatch):
-    out = tmp_path / "out"
+def test_refused_requests(folder, command, tmp_path):
     path = write_jsonl(tmp_path / "t.jsonl", make_texts(9))
-    assert "--name" in run("--parquet", folder, "--out", out, expect=2)
     for words, *options in [("too little", "--val-bytes", 3), ("largest possible", "--vocab-size", 60000)]:
-        assert words in run(*command, "--out", out, *options, expect=2)
+        assert words in run(*command, *options, expect=2)
     assert "--parquet only" in run("--text", path, "--val", path, "--val-bytes", 9, "--name", "toy", expect=2)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pyarrow" in run(*command, "--out", out, expect=2)
-    assert not snapshot(out) and not list(out.rglob(".*"))

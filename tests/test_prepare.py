@@ -4,27 +4,19 @@ import contextlib
 import hashlib
 import io
 import json
-import lzma
 import random
 import re
-import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import sentencepiece as spm
 
-import fork_server
 import train_gpt
-from data import prepare
-from helpers import ROOT, train_tokenizer, wait_until
+from data import inputs, prepare
+from helpers import ROOT, train_tokenizer
 
-SCRIPT = Path(prepare.__file__).resolve()
 ODD = ["", " ", "  a  b ", "\n", "\r\n\r\nx\r\n", "\ttab\t\t", "nul\0nul", "\ufffd", "\u2581",
        "a\u2581b\u2581\u2581 c", "<s>", "</s><unk>", "<0x0A><0xE2>", "\U0001F600\u200d\U0001F680",
        "e\u0301\u0323", "\ue000\uf8ff\U00100000", "\ufeffbom", "\u2585 \u2047 \u3000\u00a0",
@@ -33,7 +25,7 @@ ALPHABETS = [" \n\t\r", "ab \u2581", "<s>0xA/ ", "\0\x01\x7f\x80", "e\u00e9\u030
              "\U0001F468\u200d\u2764\ufe0f", "\ud7ff\ue000\uffff\U0010ffff", "\ufffd\u2581\ue2e2"]
 
 
-# --- also for test_parquet and test_download -------------------------------------------------------------
+# --- also for other files -------------------------------------------------------------
 
 def make_texts(number, seed=0):
     rng = random.Random(seed)
@@ -61,20 +53,18 @@ def run(*words, expect=0):
     return out.getvalue() + err.getvalue()
 
 
-KILLED = """
-import os, signal, sys
-from data import prepare
-name, *words = sys.argv[1:]
-setattr(prepare, name, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
-prepare.main(words)
-"""
+def written(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
 
 
-def run_killed(name, *words):
-    """prepare.py in a process of its own, which ends by SIGKILL at the first call of that function."""
-    command = [fork_server.start(), "-c", KILLED, name, *words]
-    done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+def prepared(folder, *words, expect=0, vocab_size=400):
+    """(what it printed, manifest) of prepare.py, which writes to folder/out."""
+    said = run("--name", "toy", "--vocab-size", vocab_size, "--processes", 1, "--force",
+               "--out", folder / "out", *words, expect=expect)
+    path = folder / "out/datasets/toy/manifest.json"
+    return said, json.loads(path.read_text()) if path.exists() else None
 
 
 def snapshot(root):
@@ -92,6 +82,10 @@ def read_documents(out, name, split):
     starts = np.flatnonzero(tokens == 1)
     assert starts[0] == 0
     return [sp.decode(part[1:].tolist()) for part in np.split(tokens, starts[1:])]
+
+
+def both_splits(out):
+    return [text for split in ("val", "train") for text in read_documents(out, "toy", split)]
 
 
 # --- tokenizer, split, shards, manifest ------------------------------------------------------------------
@@ -163,23 +157,15 @@ def test_split_and_manifest(toy, texts):
         "manifest.json", "document_hashes.bin", *(file["path"] for file in files)}
 
 
-def without_dropped(files):
-    """A snapshot whose manifest does not say how often something was given."""
-    manifest = json.loads(files.pop("datasets/toy/manifest.json"))
-    del manifest["dropped"]
-    return files, manifest
-
-
 def test_what_the_result_depends_on(tmp_path, toy, texts):
     """Not on the order of documents; the text fingerprint not on the vocabulary either."""
     shuffled = random.Random(2).sample(texts, len(texts))
     path = write_jsonl(tmp_path / "toy.jsonl", shuffled + shuffled[:9])
     for vocab_size in 400, 512:
-        run("--text", path, "--name", "toy", "--vocab-size", vocab_size, "--val-bytes", 5000, "--out",
-            tmp_path / str(vocab_size))
-    assert without_dropped(snapshot(tmp_path / "512")) == without_dropped(snapshot(toy[0]))
-    other = json.loads((tmp_path / "400" / "datasets" / "toy" / "manifest.json").read_text())
-    assert other["text_fingerprint"] == toy[1]["text_fingerprint"] and other["files"] != toy[1]["files"]
+        _, other = prepared(tmp_path, "--text", path, "--val-bytes", 5000, vocab_size=vocab_size)
+        assert other["text_fingerprint"] == toy[1]["text_fingerprint"]
+        same = [other[part] == toy[1][part] for part in ("files", "tokenizer")]
+        assert same == [vocab_size == 512] * 2
 
 
 @pytest.mark.parametrize("sizes, val_bytes, val", [
@@ -203,14 +189,13 @@ def test_shards_begin_with_a_document_unless_it_is_longer_than_a_shard(tmp_path)
 
 # --- readers ---------------------------------------------------------------------------------------------
 
-def read(path, counts=None):
-    counts = Counter() if counts is None else counts
-    return [text for file in prepare.find_files([path]) for text in prepare.documents(file, counts)]
+def read(path):
+    return [text for file in prepare.find_files([path]) for text in prepare.documents(file, Counter())]
 
 
 def test_lone_surrogates_are_replaced(tmp_path):
-    path = write_jsonl(tmp_path / "t.jsonl", ["\ud800x\udfff", "\U0001F600"])
-    assert read(path, counts := Counter()) == ["\ufffdx\ufffd", "\U0001F600"] and counts["surrogates"] == 2
+    path = write_jsonl(tmp_path / "t.jsonl", ["\ud800x\udfff\udfff", "\U0001F600", "\ufeffx", "\udc00\ud800"])
+    assert read(path) == ["\ufffdx\ufffd\ufffd", "\U0001F600", "\ufeffx", "\ufffd\ufffd"]
 
 
 def test_text_file_is_cut_at_blank_lines(tmp_path):
@@ -226,42 +211,24 @@ def test_text_file_is_cut_at_blank_lines(tmp_path):
         assert "".join(pieces) == content and max(len(piece.encode()) for piece in pieces) <= 32768
 
 
-def test_folder(tmp_path):
+def test_folder(tmp_path, capsys):
     texts = {"sub/a.py": "x = 1\n", "b.md": "é\r\n", "empty.txt": "", "whole.txt": "line\n\n" * 100_000}
-    (tmp_path / "sub").mkdir()
     for name, text in (texts | {"long.txt": "line\n\n" * 200_000}).items():
-        (tmp_path / name).write_bytes(text.encode())
-    (tmp_path / "c.bin").write_bytes(b"\xff\xfe\0")
-    found = read(tmp_path, counts := Counter())
-    assert set(filter(None, texts.values())) <= set(found) and counts["binary"] == 1
+        written(tmp_path / name, text)
+    written(tmp_path / "c.bin", b"\xff\xfe\0")
+    found = read(tmp_path)
+    assert set(filter(None, texts.values())) <= set(found)
     assert len(found) == 3 + 19 and sum(map(len, found)) == 6 + 3 + 6 * 300_000
+    assert "left out: c.bin: no text" in capsys.readouterr().out
 
 
 # --- refusals, second runs, failures ---------------------------------------------------------------------
-
-BAD_LINES = [b'{"text": \n', b'{"txt": "x"}\n', b'{"text": 1}\n', b'["text"]\n', b'{"text": "\xff"}\n',
-             b"[" * 100_000]
-REFUSED = [     # file, content, words of the sentence
-    *(("a.jsonl", b'{"text": "x"}\n\n' + line, "line 3") for line in BAD_LINES),
-    ("a.jsonl", b'{"text": ""}\n', "no text"), ("a.jsonl", b'{"text": "x"}\n' * 5, "for train"),
-    ("a.jsonl.zst", b"x", ".zst"), ("a.jsonl.gz", b"plain", "a.jsonl.gz"),
-    ("a.jsonl.xz", lzma.compress(b'{"text": "abc"}\n' * 99)[:-30], "a.jsonl.xz"),
-    ("a.txt", b"", "no text"), ("a.txt", b"alone", "for train"), ("a.txt", b"one\ntwo \xff\n", "line 2"),
-    ("a.txt.gz", b"x", ".gz"), ("nowhere.txt", None, "nowhere.txt")]
-
-
-@pytest.mark.parametrize("name, content, words", REFUSED, ids=map(str, range(len(REFUSED))))
-def test_refused_input(tmp_path, name, content, words):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    assert words in run("--text", tmp_path / name, "--name", "toy", "--out", tmp_path / "out", expect=2)
-    assert not snapshot(tmp_path / "out")
-
 
 def test_refused_requests(tmp_path, texts):
     path = write_jsonl(tmp_path / "t.jsonl", texts)
     command = "--text", path, "--out", tmp_path / "out", "--name"
     assert "--name" in run(*command[:-1], expect=2)
+    assert "go with --text or --parquet" in run("--keep-marks", "--out", tmp_path / "out", expect=2)
     for words, *options in [("--name", "../toy"), ("65536", "toy", "--vocab-size", 65537),
                             ("smallest", "toy", "--vocab-size", 100), ("for train", "toy", "--val", path),
                             ("--val-bytes", "toy", "--val-bytes", 0)]:
@@ -275,32 +242,17 @@ def test_second_run(tmp_path, texts):
     path = write_jsonl(tmp_path / "t.jsonl", texts)
     command = ["--text", path, "--name", "toy", "--vocab-size", 400, "--out", tmp_path / "out"]
     run(*command)
-    manifest = tmp_path / "out" / "datasets" / "toy" / "manifest.json"
     before = snapshot(tmp_path / "out")
-    written = manifest.stat().st_mtime_ns
-    assert "already" in run(*command) and manifest.stat().st_mtime_ns == written
+    assert "already" in run(*command)
     assert "--force" in run(*command, "--vocab-size", 401, expect=2)
     write_jsonl(path, texts + ["more"])
     assert "--force" in run(*command, expect=2)
     assert snapshot(tmp_path / "out") == before
     run(*command, "--vocab-size", 401, "--force")
-    assert json.loads(manifest.read_text())["tokenizer"]["vocab_size"] == 401
-    (tmp_path / "out" / "tokenizers" / "toy.model").unlink()
-    run(*command, "--vocab-size", 401)
-    assert len(read_documents(tmp_path / "out", "toy", "train")) > 200
-
-
-@pytest.mark.parametrize("stage", ["train_tokenizer", "encode_batch", "write_shards", "text_fingerprint"])
-@pytest.mark.parametrize("error, words", [(OSError(28, "No space left"), "disk is full"),
-                                          (KeyboardInterrupt(), "interrupted")])
-def test_failure_leaves_nothing(tmp_path, texts, monkeypatch, stage, error, words):
-    def fail(*args, **kwargs):
-        raise error
-    monkeypatch.setattr(prepare, stage, fail)
-    path = write_jsonl(tmp_path / "t.jsonl", texts)
-    command = ["--text", path, "--name", "toy", "--vocab-size", 400, "--out", tmp_path / "out"]
-    assert words in run(*command, expect=1)
-    assert not snapshot(tmp_path / "out")
+    model = tmp_path / "out/tokenizers/toy.model"
+    model.unlink()
+    run(*command, "--vocab-size", 401)          # what is not whole is made again
+    assert spm.SentencePieceProcessor(model_file=str(model)).vocab_size() == 401
 
 
 @pytest.mark.parametrize("changed", [lambda texts: texts[:-1], lambda texts: texts[1:] + texts[:1],
@@ -317,34 +269,20 @@ def test_input_that_changes_between_passes(tmp_path, texts, monkeypatch, changed
     assert "the input changed" in run(*command, expect=2) and not snapshot(tmp_path / "out")
 
 
-def test_killed_run_leaves_no_dataset(tmp_path, texts):
-    """... and the same command, as a user gives it, then makes one."""
-    path = write_jsonl(tmp_path / "t.jsonl", texts)
-    command = ["--text", path, "--name", "toy", "--vocab-size", 400, "--out", tmp_path / "out"]
-    run_killed("write_manifest", *command)
-    partial = tmp_path / "out" / "datasets" / ".toy.partial"
-    assert partial.exists() and not (partial / "manifest.json").exists()
-    assert not (partial.parent / "toy").exists() and not list((tmp_path / "out" / "tokenizers").glob("*"))
-    done = subprocess.run([sys.executable, SCRIPT, *map(str, command)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not partial.exists() and len(read_documents(tmp_path / "out", "toy", "train")) > 200
-
-
 # --- embedded corpus -------------------------------------------------------------------------------------
 
 def test_the_embedded_corpus_is_frozen():
     """With the pinned packages its text is the one that records stand on."""
     files, source = prepare.embedded_files()
-    if not set(source) <= set(prepare.REQUIREMENTS.read_text().split()):
+    if not set(source) <= set((ROOT / "requirements.txt").read_text().split()):
         pytest.skip("other versions of the packages are installed")
     corpus = prepare.Corpus(prepare.Request("embedded", source, files, frozen=True), 1)
     fingerprint = prepare.text_fingerprint(*corpus.split_hashes())
     assert fingerprint == train_gpt.load_config({}).data_fingerprint and fingerprint.startswith("dac98310")
 
 
-@pytest.fixture
-def made_up(tmp_path, monkeypatch):
-    """A distribution `madeup` 1.5 whose RECORD lists some of the files that lie in its folder."""
+def test_embedded_files(tmp_path, monkeypatch):
+    """Those that the RECORD of a distribution lists, here `madeup` 1.5."""
     kept = {"a.py": "# Copyright\n\n# About a.\nx = 1\r\n", "conversion.py": "kept = 1\n",
             "same.py": "s = 1\n", "sub/__init__.py": "s = 1\n"}
     left_out = ["__init__.py", "version.py", "sub/_version.py", "__config__.py", "_distributor_init.py",
@@ -356,29 +294,13 @@ def made_up(tmp_path, monkeypatch):
             "RECORD": "".join(f"{name},,\n" for name in content)}
     content |= {f"madeup-1.5.dist-info/{name}": text for name, text in info.items()}
     for name, text in (content | {"madeup/unlisted.py": "u = 1"}).items():
-        path = tmp_path / "site" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode())
+        written(tmp_path / "site" / name, text)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    return tmp_path
-
-
-def test_embedded_files(made_up):
     files, source = prepare.embedded_files(["madeup"])
     found = [text for file in files for text in prepare.documents(file, Counter())]
     assert source == ["madeup==1.5"] and found == ["# About a.\nx = 1\n", "kept = 1\n", "s = 1\n", "s = 1\n"]
     with pytest.raises(prepare.DataError, match="nowhere-to-be-found"):
         prepare.embedded_files(["nowhere-to-be-found"])
-
-
-def test_packages_that_are_not_the_pinned_ones_are_named(made_up, monkeypatch):
-    monkeypatch.setattr(prepare, "PACKAGES", ("madeup",))
-    monkeypatch.setattr(prepare.embedded_files, "__defaults__", (("madeup",),))
-    monkeypatch.setattr(prepare, "REQUIREMENTS", made_up / "requirements.txt")
-    for pinned in "1.5", "1.4":
-        prepare.REQUIREMENTS.write_text(f"torch>=2\nmadeup=={pinned}\n")
-        said = run("--out", made_up / "out", "--vocab-size", "60000", expect=2)
-        assert ("madeup==1.4" in said) == ("madeup==1.5" in said) == (pinned == "1.4")
 
 
 @pytest.mark.parametrize("text, cleaned", [
@@ -424,50 +346,29 @@ RARE_SPACES = {     # documents, vocabulary
     "U+2581 as well": ([*chinese(200, 1), "\u2581 \u2581\u2581  \u2581" * 30], 700)}
 
 
-@pytest.mark.parametrize("form", ["--text", "--parquet"])
 @pytest.mark.parametrize("case", RARE_SPACES)
-def test_every_document_decodes_to_itself(tmp_path, case, form):
+def test_every_document_decodes_to_itself(tmp_path, case):
     """Also where spaces are rarer than the characters that get no piece."""
     texts, vocab_size = RARE_SPACES[case]
-    more = []
-    if form == "--text":
-        path = write_jsonl(tmp_path / "t.jsonl", texts)
-    else:
-        path = tmp_path / "train.parquet"
-        val = tmp_path / "val.parquet"
-        pq.write_table(pa.table({"text": texts}), path)
-        pq.write_table(pa.table({"text": chinese(20, 50, seed=8)}), val)
-        texts = [*texts, *chinese(20, 50, seed=8)]
-        more = ["--val", val, "--processes", 1]
-    run(form, path, "--name", "toy", "--vocab-size", vocab_size, "--out", tmp_path, *more)
-    found = [text for split in ("val", "train") for text in read_documents(tmp_path, "toy", split)]
-    assert sorted(found) == sorted({*texts})
-    sp = spm.SentencePieceProcessor(model_file=str(tmp_path / "tokenizers/toy.model"))
+    prepared(tmp_path, "--text", write_jsonl(tmp_path / "t.jsonl", texts), vocab_size=vocab_size)
+    assert sorted(both_splits(tmp_path / "out")) == sorted({*texts})
+    sp = spm.SentencePieceProcessor(model_file=str(tmp_path / "out/tokenizers/toy.model"))
     assert sp.decode(sp.encode("a b  c ")) == "a b  c "         # as a prompt is encoded
 
 
-@pytest.mark.parametrize("form", ["--text", "--parquet"])
 @pytest.mark.parametrize("options", [
     dict(normalization_rule_name="nfkc"), dict(add_dummy_prefix=True, remove_extra_whitespaces=True),
     dict(byte_fallback=False, vocab_size=300)], ids=["nfkc", "blanks", "no bytes"])
-def test_a_train_document_that_would_change_is_refused(tmp_path, monkeypatch, form, options):
+def test_a_train_document_that_would_change_is_refused(tmp_path, monkeypatch, options):
     """Whatever its hash, though SentencePiece may lose no letter of val."""
     plain = [text.replace("\u2581", "") for text in make_texts(200)]
     odd = next(text for i in range(999) if document_hash(text := f"\u2163  \uff21 \ufb01 odd {i}") % 64)
     model = train_tokenizer(plain, **{"vocab_size": 400} | options)
     monkeypatch.setattr(prepare, "train_tokenizer", lambda *_: model)
-    if form == "--text":
-        path = write_jsonl(tmp_path / "t.jsonl", [*plain, odd])
-        val = write_jsonl(tmp_path / "v.jsonl", plain[:9])
-    else:
-        path = tmp_path / "t.parquet"
-        val = tmp_path / "v.parquet"
-        for file, texts in ((path, [*plain, odd]), (val, plain[:9])):
-            pq.write_table(pa.table({"text": texts}), file)
-    said = run(form, path, "--val", val, "--name", "toy", "--vocab-size", 400, "--processes", 1,
-               "--out", tmp_path / "out", expect=2)
-    assert "would change the document that begins with" in said
-    assert not (tmp_path / "out" / "datasets" / "toy").exists()
+    path = write_jsonl(tmp_path / "t.jsonl", [*plain, odd])
+    said, manifest = prepared(tmp_path, "--text", path, "--val", write_jsonl(tmp_path / "v.jsonl", plain[:9]),
+                              expect=2)
+    assert "would change the document that begins with" in said and not manifest
 
 
 SMALL_TEXTS = {
@@ -482,20 +383,17 @@ SMALL_TEXTS = {
 @pytest.mark.parametrize("case", SMALL_TEXTS)
 def test_every_vocabulary_between_the_least_and_the_largest(tmp_path, case):
     """What a refusal names as the least and the largest possible size is possible."""
-    path = write_jsonl(tmp_path / "t.jsonl", SMALL_TEXTS[case])
-
-    def prepared(size, expect=0):
-        return run("--text", path, "--name", "toy", "--vocab-size", size, "--out", tmp_path, "--force",
-                   expect=expect)
-    for size in -1, 0, 1, 3, 259:
-        least = int(re.search(r"smallest possible size is (\d+)", prepared(size, 2))[1])
-    largest = int(re.search(r"largest possible size is (\d+)", prepared(60_000, 2))[1])
-    assert 260 == least <= largest
-    for size in {least, min(least + 1, largest), min(least + 2, largest), (least + largest) // 2, largest}:
-        prepared(size)
-        found = [text for split in ("val", "train") for text in read_documents(tmp_path, "toy", split)]
-        assert sorted(found) == sorted(SMALL_TEXTS[case])
-    assert "largest possible" in prepared(largest + 1, 2)
+    words = "--text", write_jsonl(tmp_path / "t.jsonl", SMALL_TEXTS[case])
+    for size in -1, 0, 259:
+        said, _ = prepared(tmp_path, *words, vocab_size=size, expect=2)
+        assert said.strip().endswith("smallest possible size is 260")
+    said, _ = prepared(tmp_path, *words, vocab_size=60_000, expect=2)
+    largest = int(re.search(r"largest possible size is (\d+)", said)[1])
+    assert largest >= 260
+    for size in {260, min(261, largest), (260 + largest) // 2, largest}:
+        prepared(tmp_path, *words, vocab_size=size)
+        assert sorted(both_splits(tmp_path / "out")) == sorted(SMALL_TEXTS[case])
+    assert "largest possible" in prepared(tmp_path, *words, vocab_size=largest + 1, expect=2)[0]
 
 
 def test_messages_of_the_trainer_of_tokenizers_are_not_passed_on(tmp_path, texts, monkeypatch, capfd):
@@ -507,47 +405,17 @@ def test_messages_of_the_trainer_of_tokenizers_are_not_passed_on(tmp_path, texts
     assert "no tokenizer can be trained" in said and "INTERNAL" not in said + "".join(capfd.readouterr())
 
 
-# --- two at once -----------------------------------------------------------------------------------------
+# --- two at once, and one after another that was killed ---------------------------------------------------
 
-PAUSED = """
-import os, sys, time
-from data import prepare
-function, place, *words = sys.argv[1:]
-original = getattr(prepare, function)
-def pausing(*args, **kw):
-    open(place + ".begun", "w").close()
-    while not os.path.exists(place + ".go"):
-        time.sleep(0.01)
-    return original(*args, **kw)
-setattr(prepare, function, pausing)
-sys.exit(prepare.main(words))
-"""
-
-
-def start_paused(function, place, *words):
-    """prepare.py in a process of its own, which waits in a function until PLACE.go is there."""
-    command = [fork_server.start(), "-c", PAUSED, function, place, *words]
-    process = subprocess.Popen([str(word) for word in command], cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)
-    wait_until(Path(f"{place}.begun").exists)
-    return process
-
-
-@pytest.mark.parametrize("function", ["train_tokenizer", "write_shards", "install"])
-def test_the_second_of_two_is_refused(tmp_path, texts, function):
-    """The first ends as if alone; where it is killed, the same command begins again."""
-    path = write_jsonl(tmp_path / "t.jsonl", texts)
-    command = ["--text", path, "--name", "toy", "--vocab-size", 400, "--out", tmp_path / "out"]
-    first = start_paused(function, tmp_path / "p", *command)
-    assert "another process is preparing this dataset" in run(*command, expect=2)
-    if function == "write_shards":
-        first.kill()
-        first.wait()
-        wait_until(lambda: prepare.main([str(word) for word in command]) == 0)  # the fork ends a moment later
-    else:
-        (tmp_path / "p.go").touch()
-        out = first.communicate(timeout=300)[0]
-        assert first.returncode == 0, out
-        assert "already" in run(*command)
-    run(*command, "--out", tmp_path / "alone")
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "alone")
+def test_the_second_of_two_is_refused(tmp_path, texts):
+    """It changes nothing of what the first one has; when that is gone, the same command begins again."""
+    words = "--text", write_jsonl(tmp_path / "t.jsonl", texts)
+    prepared(tmp_path, *words)
+    alone = snapshot(tmp_path / "out")
+    partial = tmp_path / "out/datasets/.toy.partial"
+    written(partial / "toy_train_000007.bin", "half")
+    with inputs.locked(partial):            # as another process has it
+        assert "another process is preparing this dataset" in prepared(tmp_path, *words, expect=2)[0]
+        assert (partial / "toy_train_000007.bin").read_text() == "half"
+    prepared(tmp_path, *words)
+    assert snapshot(tmp_path / "out") == alone

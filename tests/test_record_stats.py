@@ -12,7 +12,7 @@ import fork_server
 from helpers import ROOT
 from records.judge import runs, significance
 from records.judge.significance import judge
-from records.verify import folders, new_record
+from records.verify import new_record
 
 RULER = "=" * 100
 GPUS = "\n".join(f"|   {i}  NVIDIA H100 80GB HBM3   On  |   00000000:{i}9:00.0 Off |" for i in range(8))
@@ -263,8 +263,7 @@ GARBAGE = {
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_garbage_is_refused_in_one_sentence(tool, tmp_path, monkeypatch, command, kind):
     monkeypatch.chdir(tmp_path)
-    for module in (runs, folders):
-        monkeypatch.setattr(module, "MAX_LOGS", 20)
+    monkeypatch.setattr(runs, "MAX_LOGS", 20)
     folder = tmp_path / "x"
     folder.mkdir()
     GARBAGE[kind](folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data import inputs
-from records.judge.runs import Refused, make_folder
+from records.judge.runs import Refused, demand_no_dead_link, make_folder
 from tools.run.script import BANNER, script
 
 LOAD = '''
@@ -41,6 +41,7 @@ def export(args: argparse.Namespace, say: Callable) -> str:
     from safetensors.torch import save_file
     import train_gpt
     from tools.run.sample import find_model
+    demand_no_dead_link(Path("logs", args.run))
     path = find_model(args.run)
     folder = Path(args.out or path.parent / "export")
     cfg: Any
