@@ -294,13 +294,12 @@ def write_manifest(path: Path, source: Source, revision: str | None,
     if source.tokenizer:
         sp, about = read_tokenizer(*next(iter(digests.items())), path.parent)
     shards = [file for file in digests if file.split != "tokenizer"]
-    try:
-        tokens = [open_shard(file.local) for file in shards]
+    try:        # a map at a time: there may be more shards than a process may open files
+        files = [{"path": file.local.name, "split": file.split, "tokens": len(open_shard(file.local)),
+                  "sha256": digests[file]} for file in shards]
     except Unfit as error:
         raise Failed(str(error)) from None
-    files = [{"path": file.local.name, "split": file.split, "tokens": len(part), "sha256": digests[file]}
-             for file, part in zip(shards, tokens)]
-    val = np.concatenate([part for file, part in zip(shards, tokens) if file.split == "val"])
+    val = np.concatenate([open_shard(file.local) for file in shards if file.split == "val"])
     val_bytes, val_docs = count_val(sp, val, about["vocab_size"], about["bos_id"])
     manifest = {"version": 1, "name": source.name, "source": source.repo, "revision": revision,
                 "tokenizer": about, "files": files, "train_bytes": None, "val_bytes": val_bytes,
