@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -283,3 +284,18 @@ def test_scales_of_a_checkpoint():
     assert torch.equal(restored(stored, 0, 1), stored.amax(0))
     assert torch.equal(restored(None, 0, 1), first)
     assert torch.equal(scales.of_ranks(1), first[None])
+
+
+def test_warmup_has_updates_of_the_tied_and_of_the_untied_embedding(monkeypatch):
+    """On one rank lm_head's gradient has another dtype than the embedding's, so the first update after
+    untying compiled on the clock."""
+    cfg = train_gpt.load_config({"PRESET": "speedrun_plus"})
+    tied = []
+    monkeypatch.setattr(train_gpt, "train_step", lambda *args: tied.append(args[-1].tied))
+    for name in ("compile_step", "init_parameters", "mean_of_ranks"):
+        monkeypatch.setattr(train_gpt, name, lambda *args: None)
+    model = MagicMock(candidates=lambda *tokens: ())
+    team = SimpleNamespace(world_size=64, device="cpu", dtype=torch.float32)
+    train_gpt.warm_up(SimpleNamespace(cfg=cfg, team=team, model=model, optimizer=MagicMock(), micro=1,
+                                      loss_fn=None))
+    assert tied[0] and not tied[-1]
