@@ -2144,8 +2144,9 @@ def warm_up(run: Run) -> None:
         # one tensor as tokens and as targets would make another graph
         batch = (tokens, tokens.clone(), *run.model.candidates(tokens, tokens))
         micro = run.micro * cfg.train_seq_len // T
-        schedule = cfg.schedule(stage.first_step, stage.begins)  # lm_head is untied in a later stage
-        train_step(run.loss_fn, run.optimizer, batch, micro, context, 1.0, schedule)
+        # with its own schedule, as lm_head is untied in a later stage
+        train_step(run.loss_fn, run.optimizer, batch, micro, context, 1.0,
+                   cfg.schedule(stage.first_step, stage.begins))
     mean_of_ranks(torch.zeros((), device=team.device), team)  # NCCL connects on first use, for 0.5 to 2.5 s
     run.optimizer.begin(values)
 
