@@ -396,7 +396,7 @@ def screen_of(text):
     """What the verdicts of a screen are about, without numbers, sorted, since parts run side by side."""
     lines = [line for line in text.splitlines() if re.match(r"(ok|FAULT|SLOW|set|note|skip) ", line)]
     # a machine that does other things, too, has pauses, and by chance another kernel is the faster one
-    lines = [re.sub("^(ok |set |SLOW) ", "timed ", line) if " ms" in line else line for line in lines]
+    lines = [re.sub("^(ok|set|SLOW) +", "timed ", line) if " ms" in line else line for line in lines]
     return sorted([re.split("[,:]", re.sub(r"[\d.,]*\d", "#", line))[0] for line in lines])
 
 
