@@ -459,3 +459,12 @@ def test_other_gpus(gpu, ranks, tmp_path):
     assert found["rehearsal"]["graphs"], printed
     assert ("products fp8" in products) == (gpu in ("l4", "5090", "b300"))
     assert ("products bf16" in products) == (gpu != "t4") == (found["dtype"] == "bfloat16")
+
+
+def test_what_changed_is_told_with_its_ratio(capsys):
+    """Of two files of figures; what varies by itself is left out."""
+    before = {"golf": {"launches": 528, "seconds": 3.0, "log": [], "gone": 1}}
+    after = {"golf": {"launches": 264, "seconds": 4.0, "log": ["x"]}}
+    static_gpu.print_changes(before, after)
+    assert capsys.readouterr().out.splitlines() == [
+        "  golf, gone: 1 -> None", "  golf, launches: 528 -> 264 (x0.500)", "  golf, log: [] -> ['x']"]
