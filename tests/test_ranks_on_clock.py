@@ -64,8 +64,9 @@ def watched_run():
     return code
 
 
-WARMUP_STEP = ("        train_step(run.loss_fn, run.optimizer, batch, micro, context, 1.0, "
-               "cfg.schedule(0, 0.0))\n")
+WARMUP_STEP = """        train_step(run.loss_fn, run.optimizer, batch, micro, context, 1.0,
+                   cfg.schedule(stage.first_step, stage.begins))
+"""
 
 
 @pytest.mark.slow
