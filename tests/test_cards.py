@@ -49,9 +49,12 @@ def test_mfu_of_a_run():
     rate = 49_152 / 0.0357
     for gpus in (1, 8):
         text = plan.mfu(result_of("golf", f"{gpus}x NVIDIA H100 80GB HBM3", gpus * rate, 8000))
-        assert text == f"mfu:0.457 of {gpus} x 989 bf16 TFLOP/s"
+        assert text == f"mfu:0.457 in bf16, of {gpus} x 989 TFLOP/s"
     early, late = [float(plan.mfu(result_of("speedrun", EIGHT, 4e6, steps))[4:9]) for steps in (300, 2160)]
     assert 0.2 < early < late < 0.5
+    fp8 = result_of("gpt2", EIGHT, 1e6, 100)
+    assert plan.mfu(fp8).endswith(" in fp8, of 8 x 1979 TFLOP/s")
+    assert plan.mfu(fp8 | dict(hardware="8x NVIDIA A100-SXM4-80GB")).endswith(" in bf16, of 8 x 312 TFLOP/s")
     assert plan.mfu(result_of("golf", "1x NVIDIA Made Up", 1e6, 9)).startswith("mfu:? of NVIDIA Made Up, ")
     assert plan.mfu(result_of("tiny", "2 ranks x 1 threads of AMD EPYC", 1e4, 9)) == ""
 

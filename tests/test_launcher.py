@@ -83,11 +83,11 @@ def prepared(*argv, **env):
 
 def torchrun(ranks, *words):
     start = ["-m", guard.TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"]
-    return dict(words=[*start, *words], ranks=ranks, gpus=[], flops=[])
+    return dict(words=[*start, *words], ranks=ranks, gpus=[], flops=[], dtype="bf16")
 
 
-def alone(*words):
-    return dict(words=[*words], ranks=1, gpus=[], flops=[])
+def alone(*words, dtype="bf16"):
+    return dict(words=[*words], ranks=1, gpus=[], flops=[], dtype=dtype)
 
 
 GOLF = "logs/.script/golf/train_gpt.py"
@@ -104,8 +104,9 @@ def test_every_gpu_is_used(machine, empty):
     assert prepared(PRESET="golf") == torchrun(3, GOLF)
     assert prepared("speedrun") == torchrun(3, WHOLE, "--preset=speedrun")
     assert prepared() == prepared("tiny") | dict(words=[WHOLE]) == alone(WHOLE)
-    assert prepared("gpt2", "--device=cpu", COMPILE="0") == alone(WHOLE, "--preset=gpt2", "--device=cpu")
-    assert prepared("gpt2", DEVICE="cpu") == alone(WHOLE, "--preset=gpt2")
+    assert prepared("gpt2", "--device=cpu", COMPILE="0") == alone(
+        WHOLE, "--preset=gpt2", "--device=cpu", dtype="fp8")
+    assert prepared("gpt2", DEVICE="cpu") == alone(WHOLE, "--preset=gpt2", dtype="fp8")
     machine(gpus=1, flops=[(0, 1e9), (700, 2e9)])       # what MFU needs
     found = alone(WHOLE, "--preset=speedrun") | dict(gpus=["card 0"], flops=[(0, 1e9), (700, 2e9)])
     assert prepared("speedrun") == found
@@ -451,7 +452,7 @@ if "FETCHING" in os.environ:
 if os.environ.get("REFUSED"):
     sys.exit(2)
 print(json.dumps(dict(words=json.loads(os.environ["WORDS"]), ranks=int(os.environ.get("RANKS", 1)), gpus=[],
-                      flops=[])))
+                      flops=[], dtype="bf16")))
 """
 SHOW = """
 import os, sys, time
@@ -542,7 +543,7 @@ print("getting data: x", flush=True)
 time.sleep(0.7)
 print("75 %", file=sys.stderr, flush=True)
 print("parameters:7", flush=True)
-print(json.dumps(dict(words=json.loads(os.environ["WORDS"]), ranks=1, gpus=[], flops=[])))
+print(json.dumps(dict(words=json.loads(os.environ["WORDS"]), ranks=1, gpus=[], flops=[], dtype="bf16")))
 """
 
 

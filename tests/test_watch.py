@@ -123,9 +123,11 @@ def test_the_live_line_has_mfu_on_a_gpu():
                        train_loss=2.0, mean_loss=2.0))
     assert "mfu" not in progress.live()[1]
     progress.gpus = ["NVIDIA H100 80GB HBM3"] * 2
-    assert ", 989,400 tok/s, mfu:1.000, " in progress.live()[1]
+    assert ", 989,400 tok/s, mfu:1.000 in bf16, " in progress.live()[1]
+    progress.dtype = "fp8"
+    assert ", mfu:0.500 in fp8, " in progress.live()[1]
     progress.gpus = ["a card of tomorrow"]
-    assert ", mfu:?, " in progress.live()[1]
+    assert ", mfu:? of a card of tomorrow, " in progress.live()[1]
 
 
 def test_a_pipe_has_every_line(follow):

@@ -188,7 +188,8 @@ class Arm:
             f"loading {sum(load) / whole:.1%}; warmup {self.warmup_seconds:.1f} s",
             f"    time per token {middle:.3f} ({low:.3f} to {high:.3f}) of the first arm's"]
         if self.run.team.on_gpu:
-            lines.append(f"    {cards.mfu_text(flops, [torch.cuda.get_device_name()])}")
+            dtype = plan.dtype_of_products(self.run.cfg)
+            lines.append(f"    {cards.mfu_text(flops, [torch.cuda.get_device_name()], dtype)}")
         return per_token, lines
 
 

@@ -49,7 +49,8 @@ CARDS = {
                     503.8e12, 1007.6e12, 1.792e12),
     "3090": Card("NVIDIA GeForce RTX 3090", 86, 82, 1536, 99 * KB, 23.68, 71e12, 0, 0.936e12),
 }  # fmt: skip
-# bf16 FLOP/s of cards that have no row above, by their datasheets. The first pattern that fits a name counts
+# bf16 FLOP/s of cards that have no row above, by their datasheets; twice that in fp8. The first pattern that
+# fits a name counts
 OTHER_PEAKS = [("MIG", 0.0), ("H[12]00 NVL", 835.5e12), ("H100 PCIe", 756e12), ("L40S", 362e12)]
 PATTERNS = {
     "h100": "H100", "h200": "H200", "b200": "B200", "b300": "B300", "a100": "A100", "l4": "L4", "t4": "T4",
@@ -69,19 +70,23 @@ def card_of(name: str) -> str:
     return next((key for key, pattern in PATTERNS.items() if fits(pattern, name)), "")
 
 
-def peak_flops(name: str) -> float:
-    """The bf16 peak of a card, dense, in FLOP/s; 0: not listed, or it has no bf16."""
+def peak_flops(name: str, dtype: str = "bf16") -> float:
+    """The dense peak of a card in bf16 or fp8, in FLOP/s; 0: not listed, or it lacks this dtype."""
     for pattern, peak in OTHER_PEAKS:
         if fits(pattern, name):
-            return peak
+            return 2 * peak if dtype == "fp8" else peak
     key = card_of(name)
-    return CARDS[key].peak if key else 0.0
+    if not key:
+        return 0.0
+    return CARDS[key].fp8_peak if dtype == "fp8" else CARDS[key].peak
 
 
-def mfu_text(flops: float, names: Sequence[str]) -> str:
-    """Model FLOPs utilization: model FLOP/s over what these GPUs do at their dense bf16 peak, also where
-    products are in fp8. names: of the GPUs, as torch tells them."""
-    peak = sum([peak_flops(name) for name in names])
+def mfu_text(flops: float, names: Sequence[str], dtype: str) -> str:
+    """Model FLOPs utilization: model FLOP/s over the dense peak of these GPUs in the dtype of most products.
+    names: of the GPUs, as torch tells them. dtype: bf16 or fp8; cards without fp8 count by bf16."""
+    if not peak_flops(names[0], dtype):
+        dtype = "bf16"
+    peak = sum([peak_flops(name, dtype) for name in names])
     if not peak:
         return f"mfu:? of {names[0]}, whose peak is unknown"
-    return f"mfu:{flops / peak:.3f} of {len(names)} x {peak / len(names) / 1e12:.0f} bf16 TFLOP/s"
+    return f"mfu:{flops / peak:.3f} in {dtype}, of {len(names)} x {peak / len(names) / 1e12:.0f} TFLOP/s"

@@ -127,6 +127,7 @@ def launch(argv: Sequence[str], launcher: Launcher) -> int:
             return code
         launcher.progress.gpus = answer["gpus"]
         launcher.progress.flops = answer["flops"]
+        launcher.progress.dtype = answer["dtype"]
         code = launcher.train(answer["words"], answer["ranks"])
     finally:
         launcher.screen.hide()

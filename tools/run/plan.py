@@ -85,11 +85,16 @@ def fp8_part(cfg: Any, on_gpu: bool) -> str:
     """Which products of training are in fp8: off, head or all. Raises Refused."""
     if not hasattr(cfg, "fp8"):
         return "off"
-    constants = vars(cfg)
-    further = [2 * cfg.num_heads * cfg.qk_dim, cfg.mlp_mult * cfg.model_dim] if "qk_dim" in constants else []
+    further = [2 * cfg.num_heads * cfg.qk_dim, cfg.mlp_mult * cfg.model_dim] if hasattr(cfg, "qk_dim") else []
     part = train_gpt.fp8_part(cfg, on_gpu, further=further)
-    all_of_it = constants.get("fp8_qkv", True) and constants.get("fp8_mlp", True)
-    return "head" if part == "all" and not all_of_it else part
+    return "head" if part == "all" and dtype_of_products(cfg) == "bf16" else part
+
+
+def dtype_of_products(cfg: Any) -> str:
+    """fp8 or bf16: that of most products in training on a GPU that has both."""
+    constants = vars(cfg)
+    blocks = constants.get("fp8_qkv", True) and constants.get("fp8_mlp", True)
+    return "fp8" if constants.get("fp8", "off").endswith("all") and blocks else "bf16"
 
 
 def counted_bytes(cfg: Any) -> int:
@@ -123,7 +128,8 @@ def mfu(result: Mapping[str, Any]) -> str:
         flops += here * flops_per_token(cfg, stage)
         tokens += here
     # 2. their mean at the pace of the run
-    return cards.mfu_text(flops / max(1, tokens) * result["tok_per_s"], int(gpus) * [card])
+    rate = flops / max(1, tokens) * result["tok_per_s"]
+    return cards.mfu_text(rate, int(gpus) * [card], dtype_of_products(cfg))
 
 
 # ---------------------------------------------------------------- memory, time, disk

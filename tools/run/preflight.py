@@ -10,8 +10,8 @@ then prints the plan. Exit 0: the run may start. 2: why not, in a sentence. The 
 Before a torchrun of your own, call this yourself: its last line says what to start. ./run.sh calls it with
 --json as the first word, in a process of its own, whose memory, also that on a GPU, is free again when
 training starts. It then gets missing data, too, makes the script, and its last line is the answer in JSON:
-`words` that make Python the trainer or torchrun, how many `ranks` there will be, and for MFU their `gpus` and
-the `flops` per token of each stage.
+`words` that make Python the trainer or torchrun, how many `ranks` there will be, and for MFU their `gpus`,
+the `flops` per token of each stage and the `dtype` of most products.
 """
 import json
 import os
@@ -31,7 +31,8 @@ from tools.run.guard import TORCHRUN
 from tools.run.machine import check_launch, find_machine
 from tools.run.names import check_variables, text_of, trainer_flags
 from tools.run.plan import (
-    check_layers, full_disk, micro_batch, plan_lines, planned_tokens, slow_machine, stage_flops)
+    check_layers, dtype_of_products, full_disk, micro_batch, plan_lines, planned_tokens, slow_machine,
+    stage_flops)
 from tools.run.script import script
 from tools.run.surroundings import compiler_missing
 from tools.run.words import Words, read_words
@@ -267,7 +268,7 @@ def preflight(words: Words, env: Mapping[str, str], launched: bool = False) -> d
     if asked.ranks > 1:
         command = ["-m", TORCHRUN, "--standalone", f"--nproc_per_node={asked.ranks}", *command]
     names = [torch.cuda.get_device_name(n) for n in range(asked.ranks)] if flops else []
-    return dict(words=command, ranks=asked.ranks, gpus=names, flops=flops)
+    return dict(words=command, ranks=asked.ranks, gpus=names, flops=flops, dtype=dtype_of_products(asked.cfg))
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

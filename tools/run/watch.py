@@ -50,6 +50,7 @@ class Progress:
         self.stopped = False                # training, by a cap
         self.gpus: list[str] = []           # the card of each rank
         self.flops: list[tuple[int, float]] = []    # (first step of a stage, its FLOPs per token)
+        self.dtype = "bf16"                 # of most products
 
     def read(self, line: str) -> str | None:
         """Takes a line in. Returns what a terminal shows of it; None: nothing."""
@@ -93,7 +94,7 @@ class Progress:
         words.append(f"{rate:,.0f} tok/s")
         if self.gpus:
             flops = [each for first, each in self.flops if first <= report["step"]][-1]
-            words.append(cards.mfu_text(flops * rate, self.gpus).partition(" of ")[0])
+            words.append(cards.mfu_text(flops * rate, self.gpus, self.dtype).partition(", ")[0])
         words.append(f"{left:.0f} s left")
         return seconds / max(seconds + left, 1e-9), ", ".join(words)
 
