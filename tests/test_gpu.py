@@ -1,7 +1,7 @@
 """The same trainer on a GPU: what it computes, and that the host never waits for it.
 
 `./run.sh test -m gpu` needs a GPU. Tests marked structure are about waits, memory, compiling and the clock,
-not about numbers; `./run.sh test -m static` runs them also on the stand-in for an H100 (static.py), which
+not about numbers; `./run.sh test -m static` runs them also on the stand-in for an H100 (stand_in.py), which
 computes nothing, and some of the others on the emulated GPU (emulate_gpu.py), which does.
 """
 
@@ -19,7 +19,7 @@ import train_gpt
 from helpers import TOY, look, run_cli, toy_of
 from test_kernels import gradients, two_rows
 from tools.gpu import parts as gpu_parts
-from tools.gpu import static as static_gpu
+from tools.gpu import stand_in
 from train_gpt import preset_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -55,7 +55,7 @@ def on_the_stand_in():
             yield operators
         assert not interpreter.faults, interpreter.faults
     else:
-        yield static_gpu.replace_attention(torch, lambda *_: None) if "STATIC_NAME" in os.environ else None
+        yield stand_in.replace_attention(torch, lambda *_: None) if "STATIC_NAME" in os.environ else None
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,8 @@ from tools.gpu import agenda, seen_on_gpu, training
 from tools.gpu import parts as gpu_parts
 from tools.gpu import report as gpu_report
 from tools.gpu import results as gpu_results
-from tools.gpu import static as static_gpu
+from tools.gpu import stand_in
+from tools.run.cards import CARDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -413,13 +414,13 @@ def test_the_rehearsal_and_the_screen_in_the_docs(tmp_path):
 @pytest.mark.static
 def test_the_structure_on_the_stand_in(tmp_path):
     """All kernels of a small speedrun launch at a GPU's shapes; nothing fails."""
-    library = static_gpu.build(tmp_path)
+    library = stand_in.build(tmp_path)
     small = "NUM_LAYERS=3 WINDOW_PATTERN=SLS SKIP_LAYERS=0 BACKOUT_LAYER=0 MODEL_DIM=256 NUM_HEADS=2 " \
         "TRAIN_SEQ_LEN=1024 TRAIN_BATCH_TOKENS=8192 VOCAB_SIZE=1024"
     words = ["speedrun", *small.split(), "--only", "kernels", "loop", "--minutes=60"]
     done = subprocess.run(
         [sys.executable, "-m", "tools.gpu.report", *words], cwd=tmp_path, capture_output=True, text=True,
-        env=OURS | static_gpu.environment(library, static_gpu.CARDS["h100"], 1, tmp_path))
+        env=OURS | stand_in.environment(library, CARDS["h100"], 1, tmp_path))
     rows = json.loads((tmp_path / "gpu_report.json").read_text())["verdicts"]
     faults = [row["text"] for row in rows if row["verdict"] == "FAULT"]
     assert not faults and len(rows) > 8, done.stdout + done.stderr

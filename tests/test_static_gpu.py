@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT, SCRIPT, planted
+from tools.gpu import stand_in
 from tools.gpu import static as static_gpu
+from tools.run.cards import CARDS
 
 MIB = 1 << 20
 E4M3 = 28
@@ -27,7 +29,7 @@ BF16 = 14
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """As gcc makes it without CUDA's headers: an H100 of 1,000 MiB, of which 600 are taken."""
-    path = static_gpu.build(tmp_path_factory.mktemp("library"), Path("/nowhere"))
+    path = stand_in.build(tmp_path_factory.mktemp("library"), Path("/nowhere"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STATIC_MIB", "1000")
         yield ctypes.CDLL(str(path))
@@ -320,7 +322,7 @@ from functools import partial
 import torch
 sys.path[:0] = sys.argv[1:2]
 import train_gpt
-from tools.gpu import static as static_gpu
+from tools.gpu import stand_in
 
 def leaf(*shape, dtype=torch.float32):
     return torch.empty(*shape, device="cuda", dtype=dtype, requires_grad=True)
@@ -355,7 +357,7 @@ step, *leaves = dict(speedrun=(speedrun, x, head), speedrun_plus=(speedrun_plus,
                      gpt2=(gpt2, x, head), mlp=(mlp, x, fc, proj, scales))[sys.argv[2]]
 compiled = torch.compile(step, dynamic=False, fullgraph=True)
 moved = []
-with static_gpu.count_bytes(torch, lambda _, name, size: moved.append((name, size)), 0):
+with stand_in.count_bytes(torch, lambda _, name, size: moved.append((name, size)), 0):
     torch.autograd.grad(compiled(*leaves), leaves)
 print(json.dumps(moved), flush=True)
 os._exit(0)
@@ -365,8 +367,8 @@ os._exit(0)
 def moved_bytes(what, tmp_path):
     """[(name, bytes)] of the kernels in a step of TRANSPOSED, compiled for an H100. Those of ours lose the
     number that Inductor adds to their name."""
-    library = static_gpu.build(tmp_path)
-    env = static_gpu.environment(library, static_gpu.CARDS["h100"], 1, tmp_path)
+    library = stand_in.build(tmp_path)
+    env = stand_in.environment(library, CARDS["h100"], 1, tmp_path)
     command = [sys.executable, "-c", TRANSPOSED, str(ROOT), what]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
@@ -406,8 +408,8 @@ def test_no_generated_kernel_transposes_what_the_fp8_mlp_keeps(tmp_path):
     (True, ["::test_evaluation_equals_the_cpu"])])
 def test_gpu_tests_on_the_stand_in(computes, tests, tmp_path):
     """Tests of test_gpu.py with the library in place; some on the emulated GPU, by interpreted kernels."""
-    library = static_gpu.build(tmp_path)
-    env = static_gpu.environment(library, static_gpu.CARDS["h100"], 1, tmp_path, computes)
+    library = stand_in.build(tmp_path)
+    env = stand_in.environment(library, CARDS["h100"], 1, tmp_path, computes)
     command = [sys.executable, "-m", "pytest", "-q", f"{ROOT}/tests/test_gpu.py{tests[0]}", *tests[1:]]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]
@@ -434,7 +436,7 @@ def test_a_changed_kernel_is_not_taken_from_the_compile_cache(tmp_path):
     for name, new in dict(same=line, changed=line.replace("whole", "2 * whole")).items():
         (tmp_path / name).mkdir()
         planted(tmp_path / name, line, new)
-    env = static_gpu.environment(static_gpu.build(tmp_path), static_gpu.CARDS["h100"], 1, tmp_path)
+    env = stand_in.environment(stand_in.build(tmp_path), CARDS["h100"], 1, tmp_path)
     said = []
     for folder in (ROOT, tmp_path / "same", tmp_path / "changed"):
         done = subprocess.run([sys.executable, "-c", HITS], env=env | dict(PYTHONPATH=str(folder)),

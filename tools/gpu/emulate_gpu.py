@@ -1,4 +1,4 @@
-"""What a GPU would compute, without one: static.py's stand-in, with results.
+"""What a GPU would compute, without one: stand_in.py's, with results.
 
 The stand-in's device memory is host memory that nothing fills. Here it is filled: an operator that torch
 would run on the GPU first runs its own CUDA code, which checks dtypes, sides and layouts and allocates but
@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._ops import OpOverload
 
-from tools.gpu import seen_on_gpu, static
+from tools.gpu import seen_on_gpu, stand_in
 
 
 # ---------- the device's memory, as a CPU sees it
@@ -106,7 +106,7 @@ class Operators:
         for module in ("triton_utils", "cutedsl_utils"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(f"torch._native.{module}").deregister_op_overrides()
-        self.attention = static.replace_attention(torch, lambda *_: None, self.compute_attention)
+        self.attention = stand_in.replace_attention(torch, lambda *_: None, self.compute_attention)
         self.library = torch.library.Library("aten", "IMPL")
         for name in sorted(torch._C._dispatch_get_all_op_names()):
             plain, _, overload = name.removeprefix("aten::").partition(".")

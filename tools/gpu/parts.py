@@ -39,7 +39,7 @@ from torch.utils.benchmark import Timer
 
 import train_gpt
 from tools.dev import bench
-from tools.gpu import agenda, seen_on_gpu, static, training
+from tools.gpu import agenda, seen_on_gpu, stand_in, training
 from tools.run import plan
 from tools.run.machine import Machine
 from train_gpt import Run, Stage
@@ -52,7 +52,7 @@ LEAST_PAUSE_OF_A_TOY = 250.0
 STEPS = 200  # of the loop
 RANKS = 8  # whose shapes are measured
 ROWS = dict(golf_plus="16")  # DEVICE_BATCH_SIZE; the others take what fits into the card's memory
-ON_STAND_IN = "STATIC_NAME" in os.environ  # tools/gpu/static.py's stand-in for a GPU computes nothing
+ON_STAND_IN = "STATIC_NAME" in os.environ  # stand_in.py's GPU computes nothing
 
 
 def backward_tile(m: int, n: int, warps: int, stages: int) -> dict[str, int]:
@@ -445,13 +445,13 @@ def kernels(subject: Subject) -> None:
 def alone_of_eight(trainer: ModuleType) -> Iterator[None]:
     """Meanwhile the collectives of rank 0 of eight, which is alone, copy its own share."""
 
-    def reduce_scatter(mine: Tensor, whole: Tensor, **_: Any) -> static.Done:
+    def reduce_scatter(mine: Tensor, whole: Tensor, **_: Any) -> stand_in.Done:
         mine.copy_(whole.view(RANKS, -1)[0])
-        return static.Done()
+        return stand_in.Done()
 
-    def all_gather(whole: Tensor, mine: Tensor, **_: Any) -> static.Done:
+    def all_gather(whole: Tensor, mine: Tensor, **_: Any) -> stand_in.Done:
         whole.view(RANKS, -1)[0].copy_(mine)
-        return static.Done()
+        return stand_in.Done()
 
     with mock.patch.multiple(trainer, reduce_scatter=reduce_scatter, all_gather=all_gather):
         yield
@@ -624,7 +624,7 @@ def main(text: str) -> None:
     part = spec["part"]
     report = Report(Path("events.jsonl"), part, spec["preset"])
     if ON_STAND_IN:
-        kept = static.replace_attention(torch, lambda *_: None)  # noqa: F841  held until the end
+        kept = stand_in.replace_attention(torch, lambda *_: None)  # noqa: F841  held until the end
     if part == "environment":
         environment(report, spec["toy"])
         return

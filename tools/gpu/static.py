@@ -8,7 +8,7 @@
     TORCH=2.11.0 ./run.sh static ...                    by another torch than that of requirements.txt
 
 torch (a CUDA build, in a virtual environment of its own), Inductor, Triton and ptxas run as they are.
-What lies below them is replaced: static.c stands for the driver, the CUDA runtime and cuBLAS. It says
+What lies below them is replaced: stand_in.c stands for the driver, the CUDA runtime and cuBLAS. It says
 that it is an H100 (or --gpu), hands out address space within that GPU's memory, launches nothing, refuses
 what the GPU would refuse, and writes down every launch, product, copy and wait. Without --run all results are
 zeros or garbage, so nothing here says anything about numerics or speed; what is counted, refused or laid out
@@ -23,21 +23,15 @@ from __future__ import annotations
 
 import argparse
 import collections
-import ctypes
 import importlib.util
 import itertools
 import json
 import multiprocessing
 import os
-import re
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import textwrap
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,170 +41,21 @@ from unittest import mock
 
 from tools.gpu import kernel_costs
 from tools.gpu import seen_on_gpu
+from tools.gpu import stand_in
 from tools.gpu.agenda import PRESETS
-from tools.run.cards import CARDS, Card
+from tools.run.cards import CARDS
 
 if TYPE_CHECKING:  # imported by the process that measures, from the folder of --trainer
     from torch import Tensor
-    from torch._ops import OpOverload
-    from torch.library import Library
 
     from train_gpt import Stage
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SITE = Path(sysconfig.get_paths()["purelib"])
-LIBRARIES = ("torch_cuda", "c10_cuda", "torch_python", "torch_cpu", "caffe2_nvrtc")
-Note = Callable[..., None]  # Recorder.note()
-Compute = Callable[..., None]  # of an operator, its args and kwargs: fills its results
 GIB = 2**30
 
 
-# ---------- the library
-def build(folder: Path | str, site: Path = SITE) -> Path:
-    """Compiles static.c into folder/libcuda.so.1; CUDA symbols of torch without a body there return 0."""
-    source = (HERE / "static.c").read_text()
-    want = {"cuInit", "cuCtxSetLimit", "cuCtxGetLimit"}
-    for name in LIBRARIES:
-        path = site / f"torch/lib/lib{name}.so"
-        if path.exists():
-            done = subprocess.run(
-                ["nm", "-D", "--undefined-only", path], capture_output=True, text=True, check=True
-            )
-            want |= {line.split()[-1].split("@")[0] for line in done.stdout.splitlines()}
-    ours = re.compile(
-        r"(__)?cuda[A-Z]|cublas|cu(Ctx|Device|Driver|Func|Get|Init|Launch|Link|Mem|Module|Occ|"
-        r"Pointer|Tensor|Stream|Event)"
-    )
-    have = set(re.findall(r"^API [\w* ]*?\**(\w+)\(", source, re.M))
-    stubs = sorted(name for name in want - have if ours.match(name))
-    library = Path(folder, "libcuda.so.1")
-    (library.parent / "stubs.h").write_text(
-        "".join([f"API int {name}(void) {{ return 0; }}\n" for name in stubs])
-    )
-    includes = [library.parent, *site.glob("nvidia/cu*/include"), site / "triton/backends/nvidia/include"]
-    flags = "-shared -fPIC -O1 -w -Wl,-soname,libcuda.so.1 -ldl -lpthread".split()
-    folders = [f"-I{path}" for path in includes]
-    subprocess.run(["gcc", "-o", library, *folders, HERE / "static.c", *flags], check=True)
-    return library
-
-
-def environment(
-    library: Path, card: Card, ranks: int, cache: str | Path, computes: bool = False
-) -> dict[str, str]:
-    """What a process needs in its environment to see `ranks` such GPUs. computes: their results, too."""
-    here = str(library.parent)
-    env = os.environ | dict(
-        LD_PRELOAD=str(library),
-        LD_LIBRARY_PATH=here,
-        TRITON_LIBCUDA_PATH=here,
-        STATIC_COUNT=str(ranks),
-        STATIC_NAME=card.name,
-        STATIC_CC=str(card.capability),
-        STATIC_SMS=str(card.processors),
-        STATIC_THREADS=str(card.threads),
-        STATIC_SHARED=str(card.shared),
-        STATIC_MIB=str(round(1024 * card.GiB)),
-        OMP_NUM_THREADS="1",
-        PYTORCH_ALLOC_CONF="expandable_segments:False",  # which need more of the driver than there is here
-        TORCHINDUCTOR_COMPILE_THREADS="1",
-        TRITON_CACHE_DIR=f"{cache}/triton",
-        TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor",
-    )
-    # The process ends by os._exit(), and Python would count what torch left
-    env["PYTHONWARNINGS"] = "ignore:resource_tracker"
-    if computes:  # Inductor's own launcher drops the Python of a kernel, which the interpreter runs
-        env |= dict(STATIC_COMPUTES="1", TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER="0")
-        env["PYTHONWARNINGS"] = "ignore::UserWarning"  # torch's, on each operator that is replaced
-    return env
-
-
 # ---------- one preset, in a process with the library in place
-class Recorder:
-    """Starts and stops the library's record, and adds to it what only Python knows."""
-
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL("libcuda.so.1")
-        self.file = tempfile.NamedTemporaryFile(suffix=".tsv")
-        self.waits: list[str] = []
-        self.callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self.on_wait)
-        self.library.static_on_wait(self.callback)
-
-    def on_wait(self, what: bytes) -> None:
-        stack = [
-            f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
-            for frame in traceback.extract_stack()[:-1]
-        ]
-        own = [place for place in stack if place.startswith("train_gpt")][-1:] or stack[-1:]
-        self.waits.append(f"{what.decode()} at {own[0]}")
-
-    def note(self, *words: object) -> None:
-        self.library.static_note("\t".join(map(str, words)).encode())
-
-    def of(self, function: Callable[[], Any]) -> tuple[list[list[str]], list[str]]:
-        """([[word]] of the lines that function() wrote, [wait])"""
-        self.waits.clear()
-        self.library.static_record(self.file.name.encode())
-        try:
-            function()
-        finally:
-            self.library.static_record(None)
-        with open(self.file.name) as file:
-            lines = [line.rstrip("\n").split("\t") for line in file]
-        return lines, [*self.waits]
-
-
-def replace_attention(torch: ModuleType, note: Note, compute: Compute | None = None) -> Library:
-    """The fused kernels of dense attention write down their shapes and allocate their results. compute fills
-    these."""
-    from torch import _meta_registrations as meta
-
-    library = torch.library.Library("aten", "IMPL")
-    for kind, end in itertools.product(("flash", "efficient", "cudnn"), ("", "_backward")):
-        operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{end}").default
-
-        def call(*args: Any, operator: OpOverload = operator, kind: str = kind, end: str = end,
-                 **kwargs: Any) -> tuple[Any, ...]:  # fmt: skip
-            """In the place of the fused kernel."""
-            q, k = args[1:3] if end else args[:2]
-            causal = kwargs.get("is_causal") or any(x is True for x in args)
-            note("attention", kind, end[1:] or "forward", *q.shape, k.size(2), int(causal))
-            made = []
-            for x in meta.global_decomposition_table["meta"][operator](*args, **kwargs):
-                on_meta = isinstance(x, torch.Tensor) and x.device.type == "meta"
-                made.append(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=q.device)
-                            if on_meta else x)  # fmt: skip
-            if compute:
-                compute(operator, args, kwargs, made)
-            return tuple(made)
-
-        library.impl(operator.name().removeprefix("aten::"), call, "CUDA")
-    if not compute:  # its count steers the host
-        library.impl("nonzero", lambda x: x.cpu().nonzero().to(x.device), "CUDA")
-    return library
-
-
-@contextmanager
-def count_bytes(torch: ModuleType, note: Note, width: int) -> Iterator[None]:
-    """Meanwhile Triton kernels note the bytes of their tensors, each once; of a table in which they look up
-    or scatter rows, at most `width`: those rows."""
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-    real = CachingAutotuner.run
-
-    def run(self: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
-        """CachingAutotuner.run(), which notes what it launches."""
-        tensors = {(x.data_ptr(), x.numel()): x for x in args if isinstance(x, torch.Tensor)}.values()
-        name = self.fn.__name__
-        by_row = "embedding" in name and any(x.dtype == torch.int64 for x in tensors)  # it reads tokens
-        sizes = [min(x.nbytes, width) if by_row and x.dim() == 2 else x.nbytes for x in tensors]
-        note("bytes", name, sum(sizes))
-        return real(self, *args, **kwargs)
-
-    with mock.patch.object(CachingAutotuner, "run", run):
-        yield
-
-
 def window_pairs(trainer: Any, cfg: Any, stage: Stage, document: int) -> int:
     """Pairs of query and key that flex attention computes of a row, in whole blocks, in all layers that use
     it. document: as if each had so many tokens; 0: attention does not stay within documents."""
@@ -232,13 +77,6 @@ def window_pairs(trainer: Any, cfg: Any, stage: Stage, document: int) -> int:
     return pairs
 
 
-class Done:
-    """A collective that is over."""
-
-    def wait(self) -> None:
-        pass
-
-
 class Subject:
     """A trainer's model and optimizer on this GPU."""
 
@@ -248,8 +86,8 @@ class Subject:
 
         self.trainer = trainer
         self.torch = torch
-        self.recorder = Recorder()
-        self.kept = replace_attention(torch, self.recorder.note)
+        self.recorder = stand_in.Recorder()
+        self.kept = stand_in.replace_attention(torch, self.recorder.note)
         env = {}
         if ranks > 1:
             from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -280,10 +118,10 @@ class Subject:
     def add_to_log(self, *lines: str) -> None:
         self.log += lines
 
-    def note_collective(self, name: str, out: Tensor, inp: Tensor, **_: Any) -> Done:
+    def note_collective(self, name: str, out: Tensor, inp: Tensor, **_: Any) -> stand_in.Done:
         """In the place of a collective. What it moves is counted apart: on a GPU NCCL's kernels do that."""
         self.recorder.note("collective", name, max(out.nbytes, inp.nbytes))
-        return Done()
+        return stand_in.Done()
 
     def peak(self) -> float:
         """GiB allocated at most since the last call."""
@@ -411,7 +249,8 @@ def measure(settings: dict[str, str], ranks: int) -> dict[str, Any]:
     found["rehearsal"] = subject.rehearse()
     found["micro_batch"] = run.micro
     found["stages"] = {}
-    with count_bytes(torch, subject.recorder.note, cfg.train_seq_len * run.micro * cfg.model_dim * 4):
+    looked_up = 4 * cfg.train_seq_len * run.micro * cfg.model_dim
+    with stand_in.count_bytes(torch, subject.recorder.note, looked_up):
         for number, stage in enumerate(cfg.stages(), 1):
             found["stages"][f"step of stage {number}"] = subject.stage(stage)
     return found
@@ -509,7 +348,8 @@ def in_a_process(
 ) -> dict[str, Any]:
     """What find() finds of a preset in a process of its own with the library in place."""
     # Its temporary files go with the folder: os._exit() leaves them
-    env = environment(library, CARDS[gpu], ranks, args.cache or tempfile.mkdtemp(dir=folder), args.run)
+    cache = args.cache or tempfile.mkdtemp(dir=folder)
+    env = stand_in.environment(library, CARDS[gpu], ranks, cache, args.run)
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=find, args=(args, preset, ranks, sender))
@@ -563,7 +403,7 @@ def main(argv: Sequence[str]) -> int:
     results = {}
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        library = build(folder)
+        library = stand_in.build(folder)
         for preset, gpu in itertools.product(args.presets, args.gpu):
             for ranks in args.ranks or [1 if args.run or preset == "tiny" else 8]:
                 words = [f"{name}={value}" for name, value in args.given.items()]

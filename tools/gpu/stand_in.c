@@ -1,10 +1,10 @@
-/* A GPU that computes nothing, for static.py: one library in the place of libcuda.so.1, libcudart and
+/* A GPU that computes nothing, for stand_in.py: one library in the place of libcuda.so.1, libcudart and
  * cuBLAS(Lt), put in with LD_PRELOAD.
  *
  * It says that it is the GPU that the environment describes, hands out address space as device memory within
  * that GPU's limit, copies small tensors between host and device for real, launches nothing, refuses what the
  * GPU would refuse, and writes down every launch, product, copy and wait, a line each with tabs between.
- * stubs.h, which static.py makes, gives every other symbol that torch imports the body `return 0`.
+ * stubs.h, which stand_in.py makes, gives every other symbol that torch imports the body `return 0`.
  */
 #define _GNU_SOURCE
 #include <elf.h>
@@ -19,7 +19,7 @@
 #define API __attribute__((visibility("default")))
 typedef struct { unsigned x, y, z; } Dim3;
 
-/* ---------- settings: the GPU, by static.py's table */
+/* ---------- settings: the GPU, as cards.py has it */
 static long setting(const char *name, long otherwise) {
     const char *text = getenv(name);
     return text ? atol(text) : otherwise;
