@@ -20,6 +20,7 @@ from helpers import TOY, look, run_cli, toy_of
 from test_kernels import gradients, two_rows
 from tools.gpu import parts as gpu_parts
 from tools.gpu import stand_in
+from tools.gpu.subject import Report, Subject
 from train_gpt import preset_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -234,8 +235,8 @@ FLEX = dict(window=train_gpt.gpu_window, window_mask=train_gpt.gpu_window_mask,
 @pytest.fixture
 def measured():
     """A function of exact.py at the size of one rank of eight, on these kernels -> its verdicts."""
-    report = gpu_parts.Report(None)
-    subject = gpu_parts.Subject(train_gpt, report, {}, False)
+    report = Report(None)
+    subject = Subject(train_gpt, report, {}, False)
 
     def go(function, *args, fp8="off", **kernels):
         cfg = replace(preset_config("speedrun"), fp8=fp8)

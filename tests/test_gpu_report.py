@@ -21,6 +21,7 @@ from tools.gpu import parts as gpu_parts
 from tools.gpu import report as gpu_report
 from tools.gpu import results as gpu_results
 from tools.gpu import stand_in
+from tools.gpu.subject import Report, Subject
 from tools.run.cards import CARDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,7 +44,7 @@ def measured(tmp_path):
         settings = gpu_parts.one_rank_of_eight(trainer, "speedrun", given, toy=True)
         settings |= bench.random_data(tmp_path / "data", trainer.load_config(settings), 1 << 16)
         settings |= dict(MAX_WALLCLOCK_SECONDS="0", VAL_LOSS_EVERY="0", MAX_EPOCHS="0")
-        subject = gpu_parts.Subject(trainer, gpu_parts.Report(None, "loop", "speedrun"), settings, True)
+        subject = Subject(trainer, Report(None, "loop", "speedrun"), settings, True)
         if what in (gpu_parts.kernels, gpu_parts.loop):
             what(subject)
         else:
@@ -247,7 +248,7 @@ def test_the_score_and_the_resumed_run_are_compared_with_the_run(tmp_path):
     for name, loss in [("train", 6.75), ("score", 6.5), ("resume", 6.751)]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(json.dumps(dict(trained=dict(val_loss=loss))))
-    report = gpu_parts.Report(None)
+    report = Report(None)
     for name in ("score", "resume"):
         training.compare_scores(report, f"{name}: gives", tmp_path / name, tmp_path / "train")
     assert verdicts_of(report) == [("FAULT", "score: gives 6.5000; the run said 6.7500"),

@@ -1,6 +1,7 @@
 """House rules that ruff does not know. Each rule is a function from source code to a list of problems; it is
 tried on a planted one, then on the files that it is for."""
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -238,6 +239,26 @@ def test_a_forbidden_arrow_is_named(place, call, named):
     assert text.count(place) == 1
     line = text[text.index(place):].partition("\n")[0]
     assert named in arrows(text.replace(line, f"{line}\n    {call}", 1))
+
+
+def import_graph(texts):
+    """{module: the modules among them that it imports}, also inside functions. texts: {module: source}"""
+    graph = {name: set() for name in texts}
+    for name, text in texts.items():
+        for node in nodes_of(text):
+            names = imported(node)
+            if isinstance(node, ast.ImportFrom):
+                names += [f"{node.module}.{each.name}" for each in node.names]
+            graph[name] |= {*names} & {*texts} - {name}
+    return graph
+
+
+def test_no_module_imports_itself_through_others():
+    circle = {"a.b": "from a import c", "a.c": "def f():\n    import a.b"}
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(import_graph(circle)).prepare()
+    texts = {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text() for path in TOOLS}
+    graphlib.TopologicalSorter(import_graph(texts)).prepare()
 
 
 def test_which_programs_touch_the_path_of_modules():

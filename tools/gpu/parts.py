@@ -40,6 +40,7 @@ from torch.utils.benchmark import Timer
 import train_gpt
 from tools.dev import bench
 from tools.gpu import agenda, seen_on_gpu, stand_in, training
+from tools.gpu.subject import RANKS, Report, Subject
 from tools.run import plan
 from tools.run.machine import Machine
 from train_gpt import Run, Stage
@@ -50,7 +51,6 @@ LEAST_PART_OF_A_TOY = 0.5  # where a CPU is measured that does other things, too
 LEAST_PAUSE = 10.0  # ms that a step takes beyond the usual
 LEAST_PAUSE_OF_A_TOY = 250.0
 STEPS = 200  # of the loop
-RANKS = 8  # whose shapes are measured
 ROWS = dict(golf_plus="16")  # DEVICE_BATCH_SIZE; the others take what fits into the card's memory
 ON_STAND_IN = "STATIC_NAME" in os.environ  # stand_in.py's GPU computes nothing
 
@@ -171,48 +171,6 @@ def settings_of(spec: dict[str, Any]) -> dict[str, str]:
         machine = bench.machine_of(train_gpt.Team(cfg, {}), int(memory))
         settings["DEVICE_BATCH_SIZE"] = rows_that_fit(cfg, machine)
     return settings
-
-
-# ---------- the report
-class Report:
-    """Verdicts of one part, also as lines of JSON in a file that gpu-report reads."""
-
-    def __init__(self, path: Path | None, part: str = "", preset: str = "") -> None:
-        self.path = path
-        self.part = part
-        self.preset = preset
-        self.rows: list[dict[str, Any]] = []
-
-    def send(self, **event: Any) -> None:
-        """Tells gpu-report something."""
-        if self.path:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(event) + "\n")
-
-    def say(self, verdict: str, text: str, **figures: Any) -> None:
-        """Adds a verdict: ok, FAULT, SLOW, set or note."""
-        row = dict(part=self.part, preset=self.preset, verdict=verdict, text=text, figures=figures)
-        self.rows.append(row)
-        self.send(**row)
-
-
-class Subject(NamedTuple):
-    """What is measured: a preset at the size of one rank of eight."""
-
-    trainer: ModuleType
-    report: Report
-    settings: dict[str, str]  # constants that differ from the preset's
-    toy: bool
-
-    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A function as compiled steps run it; at toy size without building anything."""
-        back_end = "aot_eager" if self.toy else "inductor"
-        return torch.compile(function, dynamic=False, fullgraph=True, backend=back_end)
-
-    def assemble(self) -> Run:
-        """A Run with data, model and a rank's share of the optimizer, nothing compiled, all weights zero."""
-        cfg = self.trainer.load_config(os.environ | self.settings)
-        return bench.assemble(cfg, self.trainer, RANKS)
 
 
 # ---------- 1 environment

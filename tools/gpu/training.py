@@ -14,17 +14,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 
 import train_gpt
 from tools.gpu import agenda
+from tools.gpu.subject import Report, Subject
 from train_gpt import Run
-
-if TYPE_CHECKING:
-    from tools.gpu.parts import Report, Subject
 
 STEPS = 20
 STEPS_OF_A_TOY = 10
