@@ -389,9 +389,9 @@ def test_only_kernels_of_ours_move_the_logits_gradient(recipe, tmp_path):
 
 @pytest.mark.static
 def test_no_generated_kernel_transposes_what_the_fp8_mlp_keeps(tmp_path):
-    """Its backward pass makes relu^2's gradient in fp8: per number it reads 3 bytes and writes 1. Stored in two
-    layouts it would be 5 in all, with the transposed copies of it and of relu^2 in the same kernel, as torch
-    2.13 fuses them, 6."""
+    """Its backward pass makes relu^2's gradient in fp8: per number it reads 3 bytes and writes 1. Were it
+    stored in two layouts, that would be 5 in all; with the transposed copies of it and of relu^2 in the same
+    kernel, as torch 2.13 fuses them, 6."""
     moved = moved_bytes("mlp", tmp_path)
     assert [name for name, _ in moved].count("transpose_kernel") == 4
     most = max([size for name, size in moved if name.startswith("triton_")])

@@ -1,7 +1,7 @@
 """What a run looks like: a live line, signals that are passed on, LOGGER. launch.py shows runs by it.
 
 On a terminal one live line stands for the log lines, which train.log keeps: the stage, and in training loss,
-bits per byte, tok/s and the time left. Elsewhere every line passes as it is.
+bits per byte, tok/s and the time left. Elsewhere every line passes as it is, train_loss on a GPU with MFU.
 LOGGER=tensorboard | wandb | trackio hands scalars, constants and samples on.
 """
 import math
@@ -37,6 +37,8 @@ QUIET = re.compile(
     r"warmdown:|evaluation:|(log )?sha256|eval settings:|attention: |run folder:|warmup before|setup:|"
     r"step:\d+/\d+ train_loss|val_part |(counting )?n-grams|init of |stopping_early:|evaluating |"
     r"Serialized |Code size:|Total submission|peak memory|scoring the artifact|final_| *[a-z_]+  \S")
+
+TRAIN_LINE = re.compile(r"step:(\d+)/\d+ train_loss:.* tok/s:(\d+)")
 
 
 class Progress:
@@ -78,6 +80,18 @@ class Progress:
             self.stage = stage
             self.began = time.monotonic()
 
+    def mfu(self, step: int, rate: float) -> str:
+        """Of these GPUs at so many tok/s."""
+        flops = [each for first, each in self.flops if first <= step][-1]
+        return cards.mfu_text(flops * rate, self.gpus, self.dtype).partition(", ")[0]
+
+    def with_mfu(self, line: str) -> str:
+        """A line of train.log; with MFU if it has the train_loss of a run on GPUs."""
+        found = TRAIN_LINE.match(line)
+        if not self.gpus or not found:
+            return line
+        return f"{line} {self.mfu(int(found[1]), int(found[2]))}"
+
     def live(self) -> tuple[float | None, str]:
         """(part done or None, text) of the live line now."""
         now = time.monotonic()
@@ -93,8 +107,7 @@ class Progress:
             words.append(f"{bits * self.data['val_tokens'] / self.data['val_bytes']:.3f} bpb")
         words.append(f"{rate:,.0f} tok/s")
         if self.gpus:
-            flops = [each for first, each in self.flops if first <= report["step"]][-1]
-            words.append(cards.mfu_text(flops * rate, self.gpus, self.dtype).partition(", ")[0])
+            words.append(self.mfu(report["step"], rate))
         words.append(f"{left:.0f} s left")
         return seconds / max(seconds + left, 1e-9), ", ".join(words)
 
@@ -175,7 +188,7 @@ def show_line(line: str, screen: Screen, progress: Progress) -> None:
     """A line of stdout; on a terminal, if it is to be shown there."""
     shown = progress.read(line)
     if shown is not None or not screen.terminal:
-        screen.show(line, sys.stdout)
+        screen.show(progress.with_mfu(line), sys.stdout)
 
 
 # ------------------------------------------------------------ signals
