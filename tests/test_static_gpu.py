@@ -218,7 +218,7 @@ def test_figures_of_two_steps():
 def clean(**changed):
     """What measure() finds where all is well, with changes of a stage."""
     stage = dict(peak_GiB=8.0, waits=[], recompiles=0, refused={}) | changed
-    rehearsal = dict(graph_breaks=0, refused={}, log=[])
+    rehearsal = dict(graph_breaks=0, refused={}, log=[], peak_GiB=7.0)
     return dict(rehearsal=rehearsal, stages={"x1": stage}, estimate_GiB=8.5)
 
 
@@ -231,6 +231,7 @@ def clean(**changed):
         (clean(refused={"cublasLt fp8: both are e5m2": 1}), "both are e5m2"),
         (clean(peak_GiB=10.5), "10.5 GiB"),
         (clean(peak_GiB=7.0), "7.0 GiB"),
+        (clean() | {"rehearsal": clean()["rehearsal"] | {"peak_GiB": 10.4}}, "10.4 GiB"),
         (dict(error="exit code 1"), "exit code 1"),
         (clean() | {"rehearsal": clean()["rehearsal"] | {"graph_breaks": 2}}, "breaks"),
     ],

@@ -280,10 +280,11 @@ def problems(found: dict[str, Any]) -> list[str]:
             sentences.append(f"the {name} compiles on the clock")
         if stage["waits"]:
             sentences.append(f"{len(stage['waits'])} waits in the {name}: {', '.join({*stage['waits']})}")
-    peak = max(stage["peak_GiB"] for stage in stages.values())
+    # the warmup holds the init beside what a step takes
+    peak = max([place["peak_GiB"] for place in (rehearsal, *stages.values())])
     plan = found["estimate_GiB"]
     if abs(plan - peak) > max(MEMORY_ERROR * peak, MEMORY_SLACK):
-        sentences.append(f"a step takes {peak} GiB, the plan says {plan}")
+        sentences.append(f"a run takes {peak} GiB, the plan says {plan}")
     return sentences
 
 
