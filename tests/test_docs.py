@@ -179,6 +179,17 @@ def test_links_lead_somewhere(tmp_path):
     assert broken_links(planted) == ["gone.md", "page.md#a-b", "#b"]
 
 
+def test_a_page_selects_tests_that_exist():
+    """`./run.sh test FILE -k WORD` on any page: pytest exits 5 where no test of FILE has WORD in its name."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "records/README.md"]
+    text = "\n".join([page.read_text(encoding="utf-8") for page in pages])
+    found = re.findall(r"run\.sh test (tests/\S+\.py) -k (\w+)", text)
+    assert found
+    for file, word in found:
+        tests = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^def test_\w*{word}", tests, re.M), f"{file} -k {word}"
+
+
 def test_forms_and_workflow_of_github():
     """GitHub can read them, and CI runs what .ci/run runs."""
     ci = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
