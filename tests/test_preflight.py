@@ -163,6 +163,7 @@ def test_the_trainer_gets_the_micro_batch_of_a_gpu(gpus, workplace, call):
     _, out, _ = call("gpt2", "--dry-run")
     assert "world_size:8 device:cuda activations:bfloat16" in out and "collectives: 6727 MB per step" in out
     assert "; no cap, about 2.9 h (estimate)" in out
+    assert "; no cap, about 1 min (estimate)" in call("gpt2", "--dry-run", "--iterations=20")[1]
 
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"

@@ -200,7 +200,11 @@ def limits_line(cfg: Any, machine: Machine) -> str:
     speed = CPU_FLOPS * machine.threads
     if machine.on_gpu:
         speed = GPU_PART * cards.peak_flops(torch.cuda.get_device_name()) * machine.world_size
-    return f"{line}no cap" + (f", about {flops / speed / 3600:.1f} h (estimate)" if speed else "")
+    if not speed:
+        return f"{line}no cap"
+    minutes = math.ceil(flops / speed / 60)
+    length = f"{minutes / 60:.1f} h" if minutes >= 60 else f"{minutes} min"
+    return f"{line}no cap, about {length} (estimate)"
 
 
 def full_disk(cfg: Any, folder: Path) -> str:
