@@ -3,7 +3,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -233,10 +232,12 @@ def test_tensorboard_gets_the_same(follow, tmp_path):
     assert {"config/text_summary", "samples/text_summary"} <= {*events.Tags()["tensors"]}
 
 
-@pytest.mark.parametrize("kind, words", [("wandb", "-m pip install wandb"), ("mlflow", "none of")])
-def test_a_logger_that_is_missing_is_refused(kind, words, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr(watch, "find_spec", lambda name: None)
+@pytest.mark.parametrize("kind, made_by, words", [
+    ("wandb", "pip", "-m pip install wandb"), ("wandb", "uv", "uv pip install --python "),
+    ("mlflow", "pip", "none of")])
+def test_a_logger_that_is_missing_is_refused(kind, made_by, words, monkeypatch, capsys):
+    """The command that installs it fits the environment: uv makes one without pip."""
+    monkeypatch.setattr(watch, "find_spec", lambda name: made_by == name or None)
     assert watch.open_logger(kind) is None
     err = capsys.readouterr().err
     assert err.startswith("run.sh: LOGGER=") and words in err and err.count("\n") == 1

@@ -322,8 +322,11 @@ def open_logger(kind: str) -> Logger | None:
         print(f"run.sh: LOGGER={kind} is none of {', '.join(LOGGERS)}", file=sys.stderr)
         return None
     if kind and find_spec(kind) is None:
-        print(f"run.sh: LOGGER={kind} needs the package {kind}: {os.path.relpath(sys.executable)} -m pip "
-              f"install {kind}", file=sys.stderr)
+        python = os.path.relpath(sys.executable)
+        install = f"{python} -m pip install"
+        if find_spec("pip") is None:  # uv made this environment
+            install = f"uv pip install --python {python}"
+        print(f"run.sh: LOGGER={kind} needs the package {kind}: {install} {kind}", file=sys.stderr)
         return None
     return Logger(kind)
 
