@@ -275,7 +275,7 @@ def test_the_own_distribution_has_a_loss_of_its_own():
     assert found[0.0][2].abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_model_is_the_same(backend, monkeypatch):
     """As GPUs score: all but the n-grams and the mixture is a compiled graph."""
     cfg = small("tiny", num_layers=2, count_orders=(2,), copy_orders=(1, 2), window_schedule=(8,))

@@ -412,14 +412,6 @@ def test_a_damaged_checkpoint_is_found(kind, copy, monkeypatch):
     assert not (copy / "evil").exists()
 
 
-def test_resume_from_a_damaged_checkpoint(copy, go):
-    path = copy / "checkpoint.pt"
-    path.write_bytes(DAMAGE["a byte flipped"](path.read_bytes()))
-    log = look(copy).log
-    refused(go({}, resume=copy.name), "checkpoint.pt is damaged")
-    assert look(copy).log == log
-
-
 def test_all_clocks_stand_still_while_rank_0_writes(go):
     """The other ranks would count their wait for it, and all ranks take the longest time."""
     cap = dict(SAVE_EVERY="2", MAX_WALLCLOCK_SECONDS="4.5")
@@ -491,29 +483,6 @@ def test_weights_that_are_not_finite_are_not_saved(go):
 
 
 # ---------------------------------------------------------------- files
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    """Also where torch hides the disk's error behind its own; what was there stays, and nothing else."""
-    path = tmp_path / "file"
-    train_gpt.write_atomically(path, lambda file: file.write(b"old"))
-
-    class Full(io.RawIOBase):
-        def write(self, content):
-            raise OSError(28, "No space left on device")
-
-    def interrupted(file):
-        file.write(b"ne")
-        raise KeyboardInterrupt
-
-    def hidden(file):
-        torch.save(torch.zeros(9), Full())
-
-    for write, error in ((hidden, Exception), (interrupted, KeyboardInterrupt)):
-        with pytest.raises(error) as caught:
-            train_gpt.write_atomically(path, write)
-        assert path.read_bytes() == b"old" and [*tmp_path.iterdir()] == [path]
-        assert write is interrupted or train_gpt.explain(caught.value).startswith("the disk is full")
-
-
 @pytest.mark.parametrize("fault", [
     "full@write/checkpoint.pt:300", slow("full@sync/checkpoint.pt.tmp:2"),
     slow("full@write/final_model.pt:1"), slow("full@sync/final_model.int8.ptz.tmp:1"),

@@ -107,16 +107,6 @@ def test_adam_equals_torch_on_a_model(cfg, every, twice):
         close(values(model)[name], p.detach())
 
 
-@pytest.mark.parametrize("R, C", [(2, 1), (1, 2), (1, 1), (3, 3)])
-@pytest.mark.parametrize("rows", [True, False])
-def test_normuon_means_are_of_what_was_asked(R, C, rows):
-    """Also of a matrix of one row or column, of which both have the same number of means."""
-    update = torch.arange(1.0, 1 + R * C).view(1, R, C)
-    v = torch.zeros(1, R, 1) if rows else torch.zeros(1, 1, C)
-    train_gpt.normuon_scale(update, v, 0.5)
-    assert torch.equal(v, 0.5 * update.square().mean(2 if rows else 1, keepdim=True))
-
-
 def test_a_weight_without_gradient_decays():
     """A matrix that was never used: its update is zero, which does not disagree."""
     cfg = replace(SPEEDRUN, weight_decay=5.0)
@@ -362,8 +352,8 @@ def test_ranks_equal_one_process(tmp_path):
 
 
 # ------------------------------------------------------------ schedules
-@pytest.mark.parametrize("slowdown", [1, 10, 500])
-@pytest.mark.parametrize("iters", [None, 1, 100, 3000, 10**6])
+@pytest.mark.parametrize("slowdown", [1, 500])
+@pytest.mark.parametrize("iters", [None, 1, 3000, 10**6])
 def test_lr_factor_over_a_run(iters, slowdown):
     """Full LR, then straight down: in tiny over the second half of the run to its floor; in golf to 0 over as
     many last steps as are asked for, on any hardware. With a cap they are those before the cap, and where
@@ -384,16 +374,6 @@ def test_lr_factor_over_a_run(iters, slowdown):
         left = [max(0, end - step) / (iters or end / 2) if step else 1 for step in steps]
         assert factors == pytest.approx([floor + (1 - floor) * min(1, part) for part in left], abs=1e-9)
         assert iterations < fit or progress[-1] == 1 and factors[-1] == pytest.approx(floor, abs=1e-12)
-
-
-def test_progress_is_by_steps_or_seconds():
-    """In golf by seconds alone, if there is a cap."""
-    limits = dict(iterations=100, max_wallclock_seconds=10.0)
-    for cfg, points, wanted in ((TINY, ((50, 1.0), (5, 2.5), (100, 30.0)), [0.5, 0.25, 1]),
-                                (GOLF, ((50, 1.0), (5, 20.0)), [0.1, 1])):
-        cfg = replace(cfg, **limits)
-        assert [cfg.progress(*point) for point in points] == wanted
-        assert replace(cfg, max_wallclock_seconds=0.0).progress(5, 1e9) == 0.05
 
 
 def test_momentum_of_tiny_warms_up():
