@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train_gpt
-from helpers import load_module, planted, with_boards
+from helpers import with_boards
 from tools.run import plan
 from train_gpt import Refused, fields, load_config, overrides, show
 
@@ -352,14 +352,6 @@ def test_environment_flag_and_edit_are_the_same_config(name):
     assert by_owner(name, env, [f"{flag(name)}={show(value)}"]) == by_edit
     assert by_owner(name, env, [flag(name), show(value)]) == by_edit
     assert train_gpt.parse_value(FIELDS[name], show(value)) == value
-
-
-def test_an_edit_of_the_file(tmp_path):
-    path = planted(tmp_path, "    matrix_lr: float = option(0.03, \"Muon: matrices of the blocks",
-                   "    matrix_lr: float = option(0.0375, \"Muon: matrices of the blocks")
-    edited = vars(load_module(path, "edited").load_config({}))
-    del sys.modules["edited"]
-    assert edited == vars(load_config({"MATRIX_LR": "3.75e-2"})) and edited["matrix_lr"] == 0.0375
 
 
 def test_default_preset_environment_flag():

@@ -39,7 +39,7 @@ KNOWN = {name: f for recipe in RECIPES.values() for name, f in fields_of(recipe)
 
 # -------------------------------------------------------------------------------- load_config, on any texts
 JUNK_TEXT = ("", " ", "x", "nan", "inf", "-1", "-5", "0", "1.5", "1e3", "1e999", "1 2", "0x10", "½", "−1",
-             "[1]", "1;2", "1,,2", ",", "1,x", "--1", "\U0001f600", "\udcff", "9" * 5000, "a=b")
+             "é€", "#", "[1]", "1;2", "1,,2", ",", "1,x", "--1", "\U0001f600", "\udcff", "9" * 5000, "a=b")
 OTHER_WORDS = ("--zzz=1", "golf", "-x", "--", "---", "--matrx-lr=0.1", "=", "", "--=1", "--a\nb=1", "\udcff")
 
 
@@ -99,15 +99,6 @@ def logged_again(cfg):
     lines = re.findall(r"^config (\w+)=(.*)$", log, re.M)
     assert [name for name, _ in lines] == [*vars(cfg)]
     return load_config({name.upper(): text for name, text in lines})
-
-
-@pytest.mark.parametrize("preset", RECIPES)
-def test_a_config_repeats_itself(preset):
-    """The preset as it is, and with odd texts."""
-    assert logged_again(load_config({"PRESET": preset})) == load_config({"PRESET": preset})
-    for text in ("é€", "a=b", "a b/c", "#"):
-        cfg = load_config({"PRESET": preset, "TOKENIZER_PATH": text})
-        assert logged_again(cfg) == cfg
 
 
 @sample_or_all

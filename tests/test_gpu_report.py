@@ -74,22 +74,6 @@ def part_of(part="train", preset="golf", seconds=1.0, GiB=1.0, unseen=("trains",
     return agenda.Part(part, preset, seconds, GiB, [*unseen])
 
 
-def test_the_file_is_valid_whenever_the_report_is_killed(whole, monkeypatch):
-    """It is replaced as a whole, after each verdict."""
-    whole.say(part_of(), "ok", "first")
-    assert read(whole) == [("ok", "first")]
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        whole.say(part_of(), "ok", "second")
-    assert read(whole) == [("ok", "first")] and not json.loads(whole.path.read_text())["complete"]
-    monkeypatch.undo()
-    assert gpu_report.conclude(whole, complete=True) == 0 and json.loads(whole.path.read_text())["complete"]
-
-
 # ---------- the plan, on a clock of its own
 class Host:
     """A machine on which each part takes so many times what is expected, or fails, or hangs until it is
