@@ -291,7 +291,8 @@ def test_picks_of_many_examples(toy, tmp_path):
     continuation of language modelling, so that some are right and some wrong."""
     tasks = read_tasks(write_bundle(tmp_path, small_tasks(LABELS[:6], 20)))
     model = Told({}, size=512)
-    longest = 10 * model.cfg.train_seq_len
+    cfg = replace(model.cfg, val_batch_size=400)
+    longest = 10 * cfg.train_seq_len
     model.table = torch.rand(512, 512, generator=torch.Generator().manual_seed(7))
     for task in tasks:
         rows = [prompt_rows(task, i, toy.sp.encode, toy.bos, longest) for i in range(len(task.items))]
@@ -299,7 +300,7 @@ def test_picks_of_many_examples(toy, tmp_path):
             model.table[list(tokens[first - 1:-1]), list(tokens[first:])] = 9.0
         picks = {}
         for rank in range(2):
-            picks |= pick_options(model, model.cfg, task, toy.sp.encode, toy.bos, fake_team(rank, 2))
+            picks |= pick_options(model, cfg, task, toy.sp.encode, toy.bos, fake_team(rank, 2))
         assert picks == {i: plain_pick(model, task, its) for i, its in enumerate(rows)}, task.label
         assert {*picks.values()} >= ({-1, 0} if task.kind == "language_modeling" else {0, 1})
     assert max(len(tokens) for its in rows for tokens, _ in its) == longest
