@@ -15,7 +15,7 @@ import torch
 
 import train_gpt
 from helpers import fake_team, toy_config
-from test_eval import randomised
+from test_model import randomised
 from train_gpt import Refused, log_probs, pick_options, prompt_rows, read_tasks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

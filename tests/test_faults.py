@@ -47,21 +47,6 @@ AVERAGED = toy_of("golf_plus", **SHORT | dict(
 SHARED = PLAIN | dict(TRAIN_BATCH_TOKENS="768", SAVE_EVERY="1", ITERATIONS="8", VAL_LOSS_EVERY="0")
 
 
-@pytest.fixture(scope="module")
-def whole(go):
-    """The same run, uninterrupted and without checkpoints; each once."""
-    kept = {}
-
-    def whole(settings, ranks=1):
-        key = (ranks, *sorted(settings.items()))
-        if key not in kept:
-            kept[key] = go(settings | {"SAVE_EVERY": "0"}, ranks=ranks)
-            assert kept[key].codes == [0] * ranks, kept[key].err
-        return kept[key]
-
-    return whole
-
-
 def differences(done, want):
     """What differs between the end of a resumed run and that of an uninterrupted one."""
     if done.code or not done.result or not done.result["resumed"]:

@@ -8,7 +8,7 @@ import torch
 
 import train_gpt
 from helpers import fake_team, toy_config
-from test_eval import randomised
+from test_model import randomised
 from train_gpt import preset_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")

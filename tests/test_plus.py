@@ -31,21 +31,6 @@ GAMES = {
 }
 
 
-@pytest.fixture(scope="module")
-def whole(go):
-    """Uninterrupted runs on one rank, each once: settings -> run."""
-    kept = {}
-
-    def whole(settings):
-        key = tuple(sorted(settings.items()))
-        if key not in kept:
-            kept[key] = go(settings | {"SAVE_EVERY": "0"})
-            assert kept[key].code == 0, kept[key].err
-        return kept[key]
-
-    return whole
-
-
 @pytest.mark.parametrize("game", GAMES)
 def test_a_run_killed_and_resumed(game, go, whole):
     """The loss falls, and the end has the same bits as without the kill: head and embedding tied, then not,
