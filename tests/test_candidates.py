@@ -13,7 +13,7 @@ import torch
 
 import train_gpt
 from helpers import TOY, shard_file
-from test_model import (counted_contexts, documents_after, make_context, make_model, randomised,
+from test_model import (counted_contexts, documents_after, make_context, randomised,
                         small, some_starts, some_tokens)
 from train_gpt import CLASSES, NgramCounts, TinyModel, log_probs, ngram_keys
 
@@ -176,7 +176,7 @@ def test_no_memory_to_count(error, raised, words, monkeypatch):
     loader = SimpleNamespace(shards=[shard_file(some_text())])
     run = SimpleNamespace(data=SimpleNamespace(tokenizer=None), loader=loader, log=lambda line: None)
     with pytest.raises(raised, match=words):
-        make_model(CFG).build(run, fresh=False)
+        CFG.make_model().build(run, fresh=False)
 
 
 def test_copies_are_what_the_row_had():

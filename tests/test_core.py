@@ -29,7 +29,7 @@ COLUMNS = ["Eval Task", "Task Category", "Task Type", "#shots", "#datapoints", "
 
 def write_bundle(folder, tasks):
     """core.yaml, eval_meta_data.csv and eval_data/ of tasks: dicts of label, kind, items and, if not the
-    default, shots, base, delimiter (None: not written), blank_lines at the end of the file."""
+    default, shots, base, delimiter (None: not written). A blank line ends each file."""
     folder = Path(folder)
     lines = ["# A small bundle in the layout of the published one.", "icl_tasks:"]
     rows = [COLUMNS, ["not_in_core", "none", "question answering", 3, 1000, "", "", "Has no baseline."]]
@@ -37,7 +37,7 @@ def write_bundle(folder, tasks):
         path = folder / "eval_data" / "some_category" / f"{task['label']}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in task["items"])
-        path.write_bytes((text + "\n" * task.get("blank_lines", 0)).encode())
+        path.write_bytes(f"{text}\n".encode())
         about = dict(dataset_uri=f"some_category/{path.name}", num_fewshot=f"[{task.get('shots', 0)}]",
                      icl_task_type=task["kind"], has_categories="true")
         if task.get("delimiter") is not None:

@@ -88,8 +88,8 @@ def toy(tiny_data):
 
 
 @pytest.mark.parametrize("settings, tokens", [
-    ({}, 161), ({}, 17), ({}, 20), (dict(eval_context=40), 100), (dict(eval_context=5), 30),
-    (dict(eval_stride=4), 100), (dict(eval_stride=1), 70), (dict(eval_context=40, eval_stride=9), 100),
+    ({}, 81), ({}, 17), ({}, 20), (dict(eval_context=40), 100), (dict(eval_context=5), 30),
+    (dict(eval_stride=4), 70), (dict(eval_stride=1), 50), (dict(eval_context=40, eval_stride=9), 80),
     (dict(window_pattern="SL", window_schedule=(8,), eval_context=32, eval_stride=8), 80),
     (dict(preset="golf_plus", loop_layers=(0, 1)), 50),
     (dict(preset="speedrun", window_schedule=(4, 8, 8, 8), window_block=4, eval_window=12, max_doc_len=9,

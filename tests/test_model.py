@@ -43,13 +43,9 @@ def small(preset, **settings):
     return cfg
 
 
-def make_model(cfg):
-    return cfg.make_model()
-
-
 def randomised(cfg, seed=0):
     """A model with no parameter at zero: the init would hide half of the arithmetic."""
-    model = make_model(cfg)
+    model = cfg.make_model()
     generator = torch.Generator().manual_seed(seed)
     table = cfg.parameter_table()
     for name, p in model.named_parameters():
@@ -381,7 +377,7 @@ def test_each_part_matters(preset, settings):
     has no parameters."""
     cfg = small(preset, **settings)
     model = randomised(cfg)
-    assert len(values(model)) < len(values(make_model(small(preset)))) or not settings
+    assert len(values(model)) < len(values(small(preset).make_model())) or not settings
     tokens = some_tokens(cfg, 2, 25)
     model(tokens[:, :-1], tokens[:, 1:], make_context(model, 24, 16)).backward()
     for name, p in model.named_parameters():
@@ -422,7 +418,7 @@ def test_the_table_has_a_row_for_every_kind(preset):
     cfg = replace(cfg, vocab_size=cfg.vocab_size or 64)
     table = cfg.parameter_table()
     with torch.device("meta"):
-        shapes = {kind_of(name): p.dim() for name, p in make_model(cfg).named_parameters()}
+        shapes = {kind_of(name): p.dim() for name, p in cfg.make_model().named_parameters()}
     assert shapes.keys() == table.keys() and all(row.kind == kind for kind, row in table.items())
     muon = {kind for kind, row in table.items() if row.optimizer == "muon"}
     assert {"query", "key", "value", "attn_proj", "fc", "mlp_proj"} <= muon
@@ -431,7 +427,7 @@ def test_the_table_has_a_row_for_every_kind(preset):
 
 def test_a_parameter_without_a_row_raises():
     cfg = small("tiny")
-    model = make_model(cfg)
+    model = cfg.make_model()
     model.blocks[1].other = nn.Parameter(torch.zeros(3))
     with pytest.raises(train_gpt.Refused, match=r"blocks.1.other has no row in parameter_table\(\)"):
         train_gpt.Optimizer(model, cfg)
@@ -448,7 +444,7 @@ CONSTANTS = dict(attn_proj=0, mlp_proj=0, head=0, value_embeds=0, bigram_embed=0
 
 def test_first_values_of_tiny():
     """Each parameter is drawn by itself."""
-    model = make_model(small("tiny", model_dim=192, vocab_size=2000, qk_gain_init=1.25))
+    model = small("tiny", model_dim=192, vocab_size=2000, qk_gain_init=1.25).make_model()
     init_parameters(model, 3)
     assert not torch.equal(model.blocks[0].query, model.blocks[1].query)
     for name, p in values(model).items():
@@ -510,7 +506,7 @@ def test_first_values_follow_the_table():
         small("tiny", model_dim=192), query=dict(init="uniform", scale=2.0),
         fc=dict(init="positive", scale=0.5), key=dict(init="normal", scale=0.3),
         value=dict(init="orthogonal", scale=2.0), x0_lambda=dict(scale=0.2, change=-0.15))
-    found = train_gpt.init_parameters(make_model(cfg), 1)
+    found = train_gpt.init_parameters(cfg.make_model(), 1)
     bound = 2 * cfg.model_dim ** -0.5
     assert found["blocks.1.query"].abs().max() <= bound
     assert found["blocks.1.query"].std().item() == pytest.approx(bound / 3 ** 0.5, rel=0.02)
