@@ -18,6 +18,7 @@ from tools.run import plan
 from train_gpt import window_mask
 
 TRAIN_LOSS = 1e-5
+XDIGEST = 1e-4
 UNIT = 2e-4
 FP8 = 5e-3
 UNIT_STEP = 1000    # of unit.attention_*
@@ -142,6 +143,32 @@ def check_digest(x, theirs, tolerance, what):
 
 
 # ---------------------------------------------------------------- forward, a few steps
+def test_frontier_streams(speedrun_frontier, monkeypatch):
+    """The smeared embedding, the residual stream before each MLP and before the last norm."""
+    norm = train_gpt.rms_norm
+    streams = []
+
+    def recorded(x):
+        if x.size(-1) == speedrun_frontier.meta["model_dim"] and x.dim() == 3:
+            streams.append(x)
+        return norm(x)
+
+    monkeypatch.setattr(train_gpt, "rms_norm", recorded)
+    kept = speedrun_frontier.matches(r"xdigest\.(.*)")
+    settings = {setting.prefix.rstrip("."): setting for setting in speedrun_frontier.settings()}
+    assert kept
+    for name in kept:
+        model = speedrun_frontier.model_of(settings[name])
+        streams.clear()
+        with torch.no_grad():
+            model.hidden(speedrun_frontier.batch(0)[0], settings[name].context)
+        for i, block in enumerate(model.blocks, 1):
+            if block.kind != "-":
+                del streams[i]      # what its attention reads; what its MLP reads stays
+        for i, row in enumerate(zip(streams, speedrun_frontier.tensor(f"xdigest.{name}"), strict=True)):
+            check_digest(*row, XDIGEST, (name, i))
+
+
 def test_frontier_training(speedrun_frontier):
     """The record's own steps across a change of stage, tied, two rows a step: losses, weights."""
     golden = speedrun_frontier

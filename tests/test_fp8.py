@@ -190,27 +190,21 @@ def capability(monkeypatch):
 
 
 @pytest.mark.parametrize("part, kinds", [("head", (linear, True)), ("all", (fp8_linear, True))])
-def test_the_choice(part, kinds, capability):
-    """A given value works on a CPU; auto falls back where a GPU cannot do it; the log says so."""
+def test_the_choice(part, kinds, capability, monkeypatch):
+    """A given value works on a CPU; auto falls back where a GPU cannot do it; the log says so. GPUs of a ROCm
+    build also say that they are of capability 9."""
     plain = (linear, False)
     assert choose(part, fp8="off") == (plain, [])
     assert choose(part, fp8=part) == (kinds, [part])
     assert choose(part, fp8=f"auto-{part}") == (plain, ["off"])
-    for value, able in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+    for value, hip, able in (((8, 9), None, True), ((9, 0), None, True), ((8, 0), None, False),
+                             ((9, 4), "7.1", False)):
         capability(*value)
+        monkeypatch.setattr(torch.version, "hip", hip)
         assert choose(part, True, fp8=f"auto-{part}") == ((kinds, [part]) if able else (plain, ["off"]))
-    capability(8, 0)
-    with pytest.raises(Refused, match="8.9"):
-        choose(part, True, fp8=part)
-
-
-def test_no_fp8_on_a_rocm_build(capability, monkeypatch):
-    """Whose GPUs also say that they are of capability 9."""
-    capability(9, 4)
-    monkeypatch.setattr(torch.version, "hip", "7.1")
-    assert choose("head", True, fp8="auto-head") == ((linear, False), ["off"])
-    with pytest.raises(Refused, match="8.9"):
-        choose("head", True, fp8="head")
+        if not able:
+            with pytest.raises(Refused, match="8.9"):
+                choose(part, True, fp8=part)
 
 
 @pytest.mark.parametrize("part", ["head", "all"])

@@ -74,6 +74,14 @@ def part_of(part="train", preset="golf", seconds=1.0, GiB=1.0, unseen=("trains",
     return agenda.Part(part, preset, seconds, GiB, [*unseen])
 
 
+def test_the_file_is_replaced_as_a_whole(whole, monkeypatch):
+    """After each verdict, so that it is valid whenever the report is killed."""
+    whole.say(part_of(), "ok", "first")
+    monkeypatch.setattr(os, "replace", lambda *_: None)
+    whole.say(part_of(), "ok", "second")
+    assert read(whole) == [("ok", "first")]
+
+
 # ---------- the plan, on a clock of its own
 class Host:
     """A machine on which each part takes so many times what is expected, or fails, or hangs until it is

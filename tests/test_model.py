@@ -483,8 +483,6 @@ def test_first_values_from_bigrams_predict_them():
     errors = ((embed @ head.T).softmax(-1) - expected).abs().sum(-1)
     common = counts.sum(1).argsort().tolist()
     assert embed.shape == head.shape == (12, 4) and errors[common[-3:]].max() < errors[common[:3]].max() < 1
-    again, other = (train_gpt.factorize_bigrams(counts, 4, seed)[0] for seed in (1, 2))
-    assert torch.equal(again, embed) and not torch.allclose(other, embed, atol=0.1)
 
 
 def with_rows(cfg, change):
