@@ -240,6 +240,21 @@ def go(root):
     return go
 
 
+@pytest.fixture(scope="module")
+def whole(go):
+    """The same run, uninterrupted and without checkpoints; each once."""
+    kept = {}
+
+    def whole(settings, ranks=1):
+        key = (ranks, *sorted(settings.items()))
+        if key not in kept:
+            kept[key] = go(settings | {"SAVE_EVERY": "0"}, ranks=ranks)
+            assert kept[key].codes == [0] * ranks, kept[key].err
+        return kept[key]
+
+    return whole
+
+
 # ---------------------------------------------------------------- two processes
 def pytest_configure(config):
     """Processes that share the tests share one server of forks."""

@@ -3,7 +3,6 @@ and tests of what this set holds, at the tolerances of golden/frontier/README.md
 import hashlib
 import json
 import re
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -144,38 +143,30 @@ def check_digest(x, theirs, tolerance, what):
 
 
 # ---------------------------------------------------------------- forward, a few steps
-def test_frontier_streams(speedrun_frontier):
+def test_frontier_streams(speedrun_frontier, monkeypatch):
     """The smeared embedding, the residual stream before each MLP and before the last norm."""
-    seen = 0
-    for setting in speedrun_frontier.settings():
-        name = "xdigest." + setting.prefix.rstrip(".")
-        if name not in speedrun_frontier.names:
-            continue
-        model = speedrun_frontier.model_of(setting)
-        streams = []
-        norm = train_gpt.rms_norm
+    norm = train_gpt.rms_norm
+    streams = []
 
-        def recorded(x, streams=streams):
-            if x.size(-1) == speedrun_frontier.meta["model_dim"] and x.dim() == 3:
-                streams.append(x)
-            return norm(x)
+    def recorded(x):
+        if x.size(-1) == speedrun_frontier.meta["model_dim"] and x.dim() == 3:
+            streams.append(x)
+        return norm(x)
 
-        with mock.patch.object(train_gpt, "rms_norm", recorded), torch.no_grad():
-            model.hidden(speedrun_frontier.batch(0)[0], setting.context)
-        # the embedding; attention and MLP of each layer, MLP alone where there is no attention; the end
-        wanted = [streams[0]]
-        rest = iter(streams[1:])
-        for block in model.blocks:
+    monkeypatch.setattr(train_gpt, "rms_norm", recorded)
+    kept = speedrun_frontier.matches(r"xdigest\.(.*)")
+    settings = {setting.prefix.rstrip("."): setting for setting in speedrun_frontier.settings()}
+    assert kept
+    for name in kept:
+        model = speedrun_frontier.model_of(settings[name])
+        streams.clear()
+        with torch.no_grad():
+            model.hidden(speedrun_frontier.batch(0)[0], settings[name].context)
+        for i, block in enumerate(model.blocks, 1):
             if block.kind != "-":
-                next(rest)
-            wanted.append(next(rest))
-        wanted += [*rest]
-        theirs = speedrun_frontier.tensor(name)
-        assert len(wanted) == len(theirs) == len(model.blocks) + 2
-        for i, (ours, expected) in enumerate(zip(wanted, theirs)):
-            check_digest(ours, expected, XDIGEST, (name, i))
-        seen += 1
-    assert seen == len(speedrun_frontier.matches(r"xdigest\.(.*)")) > 0
+                del streams[i]      # what its attention reads; what its MLP reads stays
+        for i, row in enumerate(zip(streams, speedrun_frontier.tensor(f"xdigest.{name}"), strict=True)):
+            check_digest(*row, XDIGEST, (name, i))
 
 
 def test_frontier_training(speedrun_frontier):

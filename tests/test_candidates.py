@@ -1,7 +1,6 @@
 """The memory of tiny: n-gram counts of the training text, matches in the row, the candidates and the mixture
-of distributions that come of them; files, clock."""
+of distributions that come of them; files."""
 import itertools
-import re
 import zlib
 from collections import Counter
 from dataclasses import replace
@@ -14,15 +13,14 @@ import torch
 
 import train_gpt
 from helpers import TOY, shard_file
-from test_model import (counted_contexts, documents_after, make_context, make_model, randomised,
-                        reference_mixture, small, some_starts, some_tokens)
-from train_gpt import CLASSES, NgramCounts, Optimizer, TinyModel, log_probs, ngram_keys
+from test_model import (counted_contexts, documents_after, make_context, randomised,
+                        small, some_starts, some_tokens)
+from train_gpt import CLASSES, NgramCounts, TinyModel, log_probs, ngram_keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BOS = 1
 CFG = small("tiny", vocab_size=12, count_orders=(1, 2, 4), count_words=(1, 5, 6), count_bits=22,
             copy_orders=(1, 3), bos_id=BOS)
-COUNTED = dict(COUNT_ORDERS="2,3", COUNT_WORDS="3", COUNT_BITS="18", COPY_ORDERS="1,2")
 
 
 def some_text(length=4000, seed=0):
@@ -178,7 +176,7 @@ def test_no_memory_to_count(error, raised, words, monkeypatch):
     loader = SimpleNamespace(shards=[shard_file(some_text())])
     run = SimpleNamespace(data=SimpleNamespace(tokenizer=None), loader=loader, log=lambda line: None)
     with pytest.raises(raised, match=words):
-        make_model(CFG).build(run, fresh=False)
+        CFG.make_model().build(run, fresh=False)
 
 
 def test_copies_are_what_the_row_had():
@@ -240,27 +238,6 @@ def test_rows_of_candidates():
 
 
 @torch.no_grad()
-def test_the_mixture_is_its_definition():
-    """From the text and the row alone; and the loss, which knows what comes next."""
-    model = randomised(CFG)
-    row = some_text(150, seed=5).astype(np.int64)
-    model.counts.count(some_text())
-    tokens = torch.from_numpy(row)[None]
-    context = make_context(model, len(row))
-    x = model.activations(tokens, context, *model.candidate_rows(*model.matches(tokens, tokens.roll(-1, 1))))
-    own = train_gpt.softcap(x @ model.head.T, CFG.logit_softcap).softmax(-1)[0]
-    weights = dict(model.named_parameters())
-    want = reference_mixture(CFG, model.counts, weights, row.tolist(), x[0], own).log()
-    got = log_probs(model, tokens)
-    torch.testing.assert_close(got[0], want, atol=1e-4, rtol=1e-4)
-    before_normalizing = model.logits(model.hidden(tokens, context))
-    torch.testing.assert_close(before_normalizing.exp().sum(-1), torch.ones(1, len(row)), atol=1e-5, rtol=0)
-    assert (got[0].exp() > 0).all()
-    loss = model(tokens[:, :-1], tokens[:, 1:], make_context(model, len(row) - 1))
-    torch.testing.assert_close(loss, -want[:-1].gather(-1, tokens[0, 1:, None]).mean(), atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
 def test_in_training_the_own_document_does_not_count():
     """The loss of a row of the training text is that of the same row where the text lacks its document."""
     own = np.array([BOS, *range(2, 12)], np.uint16)     # no n-gram of two or more comes twice in it
@@ -298,7 +275,7 @@ def test_the_own_distribution_has_a_loss_of_its_own():
     assert found[0.0][2].abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_model_is_the_same(backend, monkeypatch):
     """As GPUs score: all but the n-grams and the mixture is a compiled graph."""
     cfg = small("tiny", num_layers=2, count_orders=(2,), copy_orders=(1, 2), window_schedule=(8,))
@@ -318,44 +295,17 @@ def test_a_compiled_model_is_the_same(backend, monkeypatch):
     assert torch.allclose(compiled, model.hidden(tokens, context), atol=1e-4)
 
 
-def test_a_step_trains_on_them():
-    model = randomised(CFG)
-    model.counts.count(some_text())
-    optimizer = Optimizer(model, CFG)
-    before = model.candidate_embed.clone()
-    tokens = torch.from_numpy(some_text()[:97].astype(np.int64))
-    batch = tokens[:-1].view(4, 24), tokens[1:].view(4, 24)
-    inputs = model.candidates(*batch)
-    rows = inputs[0]
-    context = make_context(model, 24)
-    train_gpt.train_step(model, optimizer, (*batch, *inputs), 2, context, 1, train_gpt.Schedule(0.7, 0.9))
-    assert all(p.any() for p in (model.gate_weight, model.gate_class, model.gate_matches))
-    touched = (model.candidate_embed - before).abs().sum(1) > 1e-6
-    assert touched.nonzero()[:, 0].tolist() == rows[:, :, 0].unique().tolist()
-
-
 # ------------------------------------------------------------ runs
-def test_a_run_counts_on_the_clock_and_its_files_know(train):
-    """The artifact, scored again, has the score of the run; damaged text is refused."""
-    done = train(TOY, **COUNTED)
+def test_a_run_knows_the_words_of_its_tokenizer(train):
+    """And its files do."""
+    done = train(TOY, ITERATIONS="1")
     assert done.code == 0
-    seconds = float(re.search(r"n-grams of \d+ tokens counted in (\S+) s", done.log)[1])
-    assert float(re.search(r"^step:1/.* train_time:(\d+)ms", done.log, re.M)[1]) >= 1e3 * seconds - 50
-    path = done.folder / "final_model.int8.ptz"
     tensors = torch.load(done.folder / "final_model.pt", weights_only=True)["tensors"]
     tokenizer = sentencepiece.SentencePieceProcessor(
         model_file=str(done.folder.parents[1] / "data/tokenizers/toy.model"))
     texts = [train_gpt.piece_bytes(tokenizer, token) for token in range(len(tensors["counts.starts"]))]
     assert tensors["counts.starts"].bool().tolist() == train_gpt.word_starts(texts).tolist()
     assert 0 < tensors["counts.starts"].sum() < len(texts)
-    again = train(TOY, EVAL_FROM=str(path), **COUNTED)
-    assert again.code == 0 and again.result["artifact"] == done.result["artifact"]
-    model, cfg = train_gpt.load_model(done.folder / "final_model.pt")
-    assert cfg.count_orders == (2, 3) and len(model.counts.text) > 10_000
-    model.counts.text = np.full(100, 60_000, np.uint16)
-    path.write_bytes(zlib.compress(train_gpt.pack_artifact(model)))
-    with pytest.raises(train_gpt.Refused, match="another vocabulary"):
-        train_gpt.load_model(path)
 
 
 def test_a_file_whose_counted_text_is_damaged_is_refused(tmp_path):
@@ -365,7 +315,8 @@ def test_a_file_whose_counted_text_is_damaged_is_refused(tmp_path):
     whole = {name: p.detach() for name, p in model.named_parameters()} | model.state()
     raw = bytes(whole["counts.text"].numpy())
     texts = {"cut off": raw[:-9], "bytes after it": raw + b"more", "an odd byte": zlib.compress(b"123"),
-             "not compressed": some_text().tobytes(), "empty": b""}
+             "not compressed": some_text().tobytes(), "empty": b"",
+             "of another vocabulary": zlib.compress(np.full(100, 60_000, np.uint16).tobytes())}
     damaged = [whole | {"counts.text": torch.tensor([*text], dtype=torch.uint8)} for text in texts.values()]
     floats = torch.frombuffer(bytearray(raw[:len(raw) // 4 * 4]), dtype=torch.float32)
     damaged += [whole | {"counts.text": floats}, whole | {"counts.starts": torch.ones(11)},

@@ -4,7 +4,6 @@ import gc
 import itertools
 import math
 import re
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,84 +126,48 @@ def test_a_part_of_val_is_scored_on_the_way(train):
     assert "evaluating val_loss" not in done.log.partition("val_part")[0]
 
 
-def test_a_clock_that_is_set_means_nothing(train, monkeypatch):
-    """The wall clock jumps by a day at each look: no time, schedule or result depends on it."""
-    plain = train(SIX, MAX_WALLCLOCK_SECONDS="3000")
-    jumps = iter(range(10**9))
-    monkeypatch.setattr(time, "time", lambda: 1e9 + 86_400 * next(jumps))
-
-    class Jumping(train_gpt.datetime):
-        @classmethod
-        def now(cls, zone=None):
-            return cls.fromtimestamp(time.time(), zone)
-
-    monkeypatch.setattr(train_gpt, "datetime", Jumping)
-    again = train(SIX, MAX_WALLCLOCK_SECONDS="3000")
-    assert next(jumps) >= 2 and again.result["finished"] > again.result["started"]
-    assert again.weights == plain.weights and again.losses == plain.losses
-    assert again.result["train_time_ms"] < 3_000_000 and again.result["steps"] == 6
-
-
 # -------------------------------------------------------------------------------- the cap in whole runs
-def test_a_run_ends_before_its_cap(train, paced):
-    """The line that says so, the result, and no step for which there is no time."""
-    paced()
-    done = train(CAPPED, MAX_WALLCLOCK_SECONDS="2", VAL_LOSS_EVERY="3")
-    assert done.code == 0 and done.result["stop_reason"] == "wallclock_cap"
-    assert done.result["steps"] == 15 and done.result["train_time_ms"] == 1875
-    assert "stopping_early: wallclock_cap train_time:1875ms step:15/100000" in done.out.splitlines()
-    assert done.result["step_ms"] == dict(p50=125, p95=125, max=125)
-
-
 def test_checkpoints_take_no_time_of_the_cap(train, paced, monkeypatch):
-    """Nor do they count as slow steps, after which fewer would seem to fit."""
+    """Nor do they count as slow steps, after which fewer would seem to fit. The run ends before its cap, with
+    no step for which there is no time."""
     clock = paced()
     monkeypatch.setattr(train_gpt, "save_checkpoint", clock.passes(train_gpt.save_checkpoint, 0.375))
     done = train(CAPPED, MAX_WALLCLOCK_SECONDS="3", SAVE_EVERY="2")
     assert done.code == 0, done.err
     assert (done.result["steps"], done.result["train_time_ms"]) == (23, 2875)
+    assert done.result["step_ms"] == dict(p50=125, p95=125, max=125)
+    assert "stopping_early: wallclock_cap train_time:2875ms step:23/100000" in done.out.splitlines()
 
 
 def test_the_epochs_end_a_capped_run(train, paced):
     """Before a step that would read past them, whatever time is left."""
     paced()
-    done = train(CAPPED, MAX_WALLCLOCK_SECONDS="20", MAX_EPOCHS="1", TRAIN_BATCH_TOKENS="8192")
+    done = train(CAPPED, MAX_WALLCLOCK_SECONDS="20", MAX_EPOCHS="1", TRAIN_BATCH_TOKENS="8192",
+                 NUM_LAYERS="1", MODEL_DIM="16")
     assert done.code == 0 and done.result["stop_reason"] == "max_epochs", done.err
-
     assert done.result["tokens"] == 14 * 8192
-    assert f"stopping_early: max_epochs train_time:{14 * 125}ms step:14/100000" in done.out
 
 
 def test_a_capped_run_goes_on_from_its_clock(train, interrupted, monkeypatch):
     """Interrupted in step 12 and resumed: both parts together are the uninterrupted run, to the bit and the
-    millisecond, with learning rates that follow the time; its n-grams are counted twice and cost once."""
+    millisecond, with learning rates that follow the time and a mean loss of steps 11 to 18; its n-grams are
+    counted twice and cost once."""
     count = train_gpt.NgramCounts.count
     monkeypatch.setattr(train_gpt.NgramCounts, "count", interrupted.clock.passes(count, 0.25))
-    settings = CAPPED | dict(MAX_WALLCLOCK_SECONDS="4", WARMDOWN_FRAC="0.8", TRAIN_LOG_EVERY="1")
+    settings = CAPPED | dict(MAX_WALLCLOCK_SECONDS="4", WARMDOWN_FRAC="0.8", TRAIN_LOG_EVERY="9")
     want = train(settings)
+    each = train(settings, TRAIN_LOG_EVERY="1")
     assert want.result["steps"] == 29 and want.result["train_time_ms"] == 3875
     interrupted.step = 12
     first = train(settings)
-    assert first.code == 1 and first.last == f"RESUME={first.run_id}" and max(first.losses) == 12
+    assert first.code == 1 and first.last == f"RESUME={first.run_id}" and max(first.losses) == 10
     done = train({}, RESUME=first.run_id)
     assert "resume: from step 12 at train_time:1750ms" in done.out
-    assert re.search(r"^step:13/\S+ train_loss:\S+ train_time:1875ms", done.out, re.M)
     assert done.weights == want.weights and done.losses == want.losses
+    lines = [re.findall(r"^step:18/\S+ train_loss.*", run.log, re.M) for run in (want, done)]
+    mean = np.mean([each.losses[step] for step in range(11, 19)])
+    assert lines[0] == lines[1] and float(lines[0][0].split("mean_loss:")[1]) == pytest.approx(mean, abs=1e-4)
     assert done.result["train_time_ms"] == 3875 and done.result["stop_reason"] == "wallclock_cap"
-
-
-def test_mean_loss_goes_on_in_a_resumed_run(train, interrupted):
-    """It covers steps 11 to 18 although the run was interrupted in step 12."""
-    settings = TOY | dict(ITERATIONS="18", TRAIN_LOG_EVERY="9")
-    want = train(settings)
-    each = train(settings, TRAIN_LOG_EVERY="1")
-    interrupted.step = 12
-    first = train(settings)
-    assert first.last == f"RESUME={first.run_id}"
-    done = train({}, RESUME=first.run_id)
-    said = [re.search(r"^step:18/18 train_loss.* mean_loss:(\S+)$", run.log, re.M)[1] for run in (want, done)]
-    assert said[0] == said[1]
-    assert float(said[0]) == pytest.approx(np.mean([each.losses[step] for step in range(11, 19)]), abs=1e-4)
 
 
 def test_the_garbage_collector_is_off_on_the_clock(train, monkeypatch):
@@ -226,8 +189,12 @@ def test_the_garbage_collector_is_off_on_the_clock(train, monkeypatch):
     assert {2, 2 + 3} <= {*collected}
 
 
-def test_checkpoints_by_the_clock(train, paced, monkeypatch):
-    """After each second of training, which is eight steps, and at the end."""
+@pytest.mark.parametrize("settings, steps", [
+    (dict(ITERATIONS="20", SAVE_EVERY_SECONDS="1"), [8, 16, 20]),
+    (dict(ITERATIONS="11", SAVE_EVERY="5", BIGRAM_EVERY="2"), [6, 10, 11])])
+def test_when_checkpoints_are_saved(settings, steps, train, paced, monkeypatch):
+    """By seconds of training, of which a step takes an eighth, or by steps. They wait for bigrams, which are
+    updated at every second one, but not at the end."""
     save = train_gpt.save_checkpoint
     written = []
 
@@ -237,8 +204,9 @@ def test_checkpoints_by_the_clock(train, paced, monkeypatch):
 
     monkeypatch.setattr(train_gpt, "save_checkpoint", save_checkpoint)
     paced()
-    assert train(TOY, ITERATIONS="20", SAVE_EVERY_SECONDS="1").code == 0
-    assert written == [8, 16, 20]
+    done = train(TOY, **settings)
+    assert done.code == 0 and written == steps and "RESUME" not in done.log
+    assert train_gpt.read_file(done.folder / "checkpoint.pt")["progress"]["step"] == steps[-1]
 
 
 # -------------------------------------------------------------------------------- train() on our own device

@@ -77,17 +77,14 @@ def compared(capsys, before, after):
     return code, capsys.readouterr().out.splitlines()
 
 
-def test_the_same(home, capsys):
-    code, lines = compared(capsys, home / "same", home / "same")
-    assert code == 0 and lines[1] == "1 of 1 are identical"
-    assert re.fullmatch(
-        r"golf 1 rank: identical: 3 x val_loss, 12 x train_loss, \d+ x tensor, \d+ x result", lines[0])
-
-
-def test_a_difference_fails(home, capsys):
-    code, lines = compared(capsys, home / "same", home / "other")
-    assert code == 1 and lines[1] == "0 of 1 are identical"
-    assert lines[0].startswith("golf 1 rank: DIFFERENT: result artifact: ")
+@pytest.mark.parametrize("tree, count, line", [
+    ("same", 1, r"identical: 3 x val_loss, 12 x train_loss, \d+ x tensor, \d+ x result"),
+    ("other", 0, "DIFFERENT: result artifact: .*")])
+def test_two_trees(tree, count, line, home, capsys):
+    """A difference fails."""
+    code, lines = compared(capsys, home / "same", home / tree)
+    assert code == 1 - count and lines[1] == f"{count} of 1 are identical"
+    assert re.fullmatch("golf 1 rank: " + line, lines[0])
 
 
 def test_each_thing_that_is_compared(home):

@@ -3,7 +3,6 @@
 import json
 import queue
 import random
-import re
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,13 +21,6 @@ T = 8
 
 
 # -------------------------------------------------------------------------------- shards
-def test_a_shard_is_a_memory_map_of_its_tokens(tmp_path):
-    tokens = [1, 0, 65535, 258, 20240]
-    write_shard(tmp_path / "x.bin", tokens)
-    shard = open_shard(tmp_path / "x.bin")
-    assert isinstance(shard, np.memmap) and shard.dtype == np.uint16 and shard.tolist() == tokens
-
-
 @pytest.mark.parametrize("lie", [dict(magic=1), dict(version=2), dict(count=4), dict(count=6), dict(count=0)])
 def test_a_shard_that_is_none(tmp_path, lie):
     """Of another format, cut short, or with something behind it."""
@@ -56,6 +48,7 @@ def test_shards_are_in_the_order_of_their_names(tmp_path):
             entries = [files[0] | {"split": "train", "row_groups": groups, "new": 1}, {"path": "missing.bin"}]
             (folder / "manifest.json").write_text(json.dumps({"files": entries, "more": [None]}))
         data = open_data(cfg)
+        assert isinstance(open_shard(data.train[0].path), np.memmap)
         assert [shard.groups for shard in data.train] == [None, None, groups]
         assert np.array_equal(data.val, np.concatenate(val_parts)) and data.about["name"] == "some"
         stream = Loader(cfg, data, fake_team()).read(0, 300)
@@ -228,18 +221,6 @@ def test_a_single_row_has_the_strides_of_a_new_tensor():
     assert {x.stride() for n in (1, 3) for x in loader_of(train_batch_tokens=n * T).next(n * T)} == {(T, 1)}
 
 
-def test_read_at_every_place():
-    loader = loader_of()
-    total = sum(SIZES)
-    for start in range(total):
-        for count in (1, 2, 60, total):
-            count = min(count, total - start)
-            assert np.array_equal(loader.read(start, count), start + np.arange(count))
-    assert loader.read(0, 3).dtype == np.int64
-    loader.next(T)[0].zero_()                    # batches share no memory with the shards
-    assert loader.read(0, T).tolist() == list(range(T))
-
-
 @pytest.mark.parametrize("rank, world_size", [(0, 1), (1, 2)])
 def test_the_next_step_is_read_meanwhile(rank, world_size):
     """next returns while a thread reads on, and the read-ahead is what the step after takes."""
@@ -409,37 +390,29 @@ def test_bytes_of_pieces_that_are_no_whole_characters():
 
 
 def test_val_bytes_of_a_dataset(case, tmp_path):
-    """The manifest's, else those of the decoded tokens. Without a tokenizer there are no bytes."""
+    """The manifest's, else those of the decoded tokens, unless the tokenizer does not know some of the text.
+    Without a tokenizer there are no bytes."""
     folder = write_dataset(tmp_path, "words", case.model, [case.tokens], case.tokens, case.text_bytes,
                            case.lossless)
     cfg = toy_config(".", data_path=str(folder), val_tokens=0)
+    with_tokenizer = replace(cfg, tokenizer_path=str(tmp_path / "data/tokenizers/words.model"))
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
-
-    def opened(cfg):
-        lines = []
-        data = open_data(cfg, lambda *said: lines.extend(said))
-        lines = [line for line in lines if "val_bytes:" in line]
-        return data, [int(number) for line in lines for number in re.findall(r"\d+", line)]
-    right = case.text_bytes
     unknown = case.sp.unk_id() in case.tokens       # nobody knows how many bytes they stand for
-    for stated in right, None:
-        wanted = case.decoded if stated is None else stated
-        path.write_text(json.dumps(manifest | {"val_bytes": stated}))
-        if stated is None and unknown:
+    for given, stated in ((cfg, dict(val_bytes=case.text_bytes)), (cfg, dict(val_bytes=None)),
+                          (with_tokenizer, None)):
+        path.unlink()
+        if stated:
+            path.write_text(json.dumps(manifest | stated))
+        lines = []
+        of_manifest = stated and stated["val_bytes"]
+        if unknown and not of_manifest:
             with pytest.raises(Refused, match="val of words has text unknown to its tokenizer"):
-                opened(cfg)
+                open_data(given, print)
         else:
-            data, numbers = opened(cfg)
-            assert data.val_bytes == wanted and numbers == [wanted]
-    path.unlink()
-    with_tokenizer = replace(cfg, tokenizer_path=str(tmp_path / "data/tokenizers/words.model"))
-    if unknown:
-        with pytest.raises(Refused, match="val of words has text unknown to its tokenizer"):
-            opened(with_tokenizer)
-    else:
-        data, numbers = opened(with_tokenizer)
-        assert data.val_bytes == case.decoded and numbers == [case.decoded]
-        assert data.vocab_size == case.sp.vocab_size()
-    data, _ = opened(replace(cfg, vocab_size=case.sp.vocab_size()))
+            data = open_data(given, lambda *said, lines=lines: lines.extend(said))
+            wanted = of_manifest or case.decoded
+            assert data.val_bytes == wanted and data.vocab_size == case.sp.vocab_size()
+            assert [line for line in lines if f"val_bytes:{wanted}" in line]
+    data = open_data(replace(cfg, vocab_size=case.sp.vocab_size()), print)
     assert data.val_bytes is data.tokenizer is None

@@ -20,24 +20,13 @@ import torch
 import train_gpt
 from helpers import (
     ROOT, SCRIPT, TOY, fake_run, fake_team, look, run_cli, slow, toy_config, toy_of)
+from test_model import randomised
 from train_gpt import (
     RECIPES, Refused, Tiny, evaluate, fields, kind_of, log_probs, loss_name, pack_artifact, preset_config)
 
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def randomised(cfg, seed=0):
-    """A model with no parameter at zero: the init would hide half of the arithmetic."""
-    model = cfg.make_model()
-    generator = torch.Generator().manual_seed(seed)
-    table = cfg.parameter_table()
-    for name, p in model.named_parameters():
-        group = table[kind_of(name)].group
-        spread = {"matrix": 1.5 * p.shape[-1] ** -0.5, "embed": 0.1, "head": 0.1}.get(group, 0.5)
-        p.data.normal_(0, spread, generator=generator)
-    return model
 
 
 # -------------------------------------------------------------------------------- the score
@@ -99,8 +88,8 @@ def toy(tiny_data):
 
 
 @pytest.mark.parametrize("settings, tokens", [
-    ({}, 161), ({}, 17), ({}, 20), (dict(eval_context=40), 100), (dict(eval_context=5), 30),
-    (dict(eval_stride=4), 100), (dict(eval_stride=1), 70), (dict(eval_context=40, eval_stride=9), 100),
+    ({}, 81), ({}, 17), ({}, 20), (dict(eval_context=40), 100), (dict(eval_context=5), 30),
+    (dict(eval_stride=4), 70), (dict(eval_stride=1), 50), (dict(eval_context=40, eval_stride=9), 80),
     (dict(window_pattern="SL", window_schedule=(8,), eval_context=32, eval_stride=8), 80),
     (dict(preset="golf_plus", loop_layers=(0, 1)), 50),
     (dict(preset="speedrun", window_schedule=(4, 8, 8, 8), window_block=4, eval_window=12, max_doc_len=9,
@@ -235,7 +224,8 @@ def test_what_an_artifact_holds(preset, settings, tmp_path):
             assert torch.equal(back, q.float() * scale.float()[:, None]) and (back - p).norm() < p.norm() / 3
     assert not tensors
     tokens = torch.arange(46).view(2, 23)
-    assert 0 < (log_probs(loaded, tokens) - log_probs(model, tokens)).abs().mean() < 0.5
+    want = log_probs(model, tokens)
+    assert 0 < (log_probs(loaded, tokens) - want).abs().mean() < 0.25 * want.std()
     path.write_bytes(packed[:-100])
     with pytest.raises(Refused):
         train_gpt.load_model(path)

@@ -13,7 +13,7 @@ from test_record_stats import speedrun_log
 
 RUN = TOY | dict(TRAIN_BATCH_TOKENS="512", VAL_TOKENS="0", ITERATIONS="24",
                  TRAIN_LOG_EVERY="4", VAL_LOSS_EVERY="8", VAL_PART_EVERY="5", SAVE_EVERY="6",
-                 WARMDOWN_FRAC="0.5")
+                 WARMDOWN_FRAC="0.5", MEMORY="0")
 LINES = {       # kind: (its line of train.log, what that says by the event)
     "setup": (r"setup:(\d+)ms compile:(\d+)ms", "{setup_ms} {compile_ms}"),
     "train": (r"step:(\d+)/(\d+) train_loss:(\S+) train_time:(\d+)ms .* lr_factor:(\S+) eta:(\d+)s "
@@ -45,11 +45,11 @@ def crashed(go):
 
 @pytest.fixture(scope="module")
 def told(go, crashed, tmp_path_factory):
-    """{run: its folder}: one that crashed, which was resumed, one that ended after an epoch and failed."""
+    """{run: its folder}: one that crashed, which was resumed, one that ended by its cap and failed."""
     kept = shutil.copytree(crashed.folder, tmp_path_factory.mktemp("kept") / "cut")
     resumed = go({}, resume="crashed")
     failed = go(RUN, "full@write/final_model.int8.ptz:1", RUN_ID="failed", ITERATIONS="100000",
-                MAX_EPOCHS="1", TRAIN_BATCH_TOKENS="4096")
+                MAX_WALLCLOCK_SECONDS="0.5")
     assert (resumed.code, failed.code) == (0, 1), resumed.err
     return dict(cut=kept, resumed=resumed.folder, failed=failed.folder)
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import test_speedrun_plus
 import train_gpt
@@ -136,23 +135,7 @@ def test_zeros(layer):
         assert torch.equal(got, torch.zeros_like(got))
 
 
-# ------------------------------------------------------------ what CUDA asks for
-def test_torch_finds_every_operand_fit_for_cuda(head, calls):
-    """torch's shape function holds CUDA's rules; it runs on fake CUDA tensors, with no GPU."""
-    run(fp8_linear, *head)
-    made = list(calls)
-    assert len(made) == 3
-    with FakeTensorMode():
-        one = torch.ones((), device="cuda")
-        a, b = (torch.empty(s, device="cuda").to(E4M3) for s in ((16, 32), (32, 48)))
-        with pytest.raises(RuntimeError, match="col_major"):  # the check itself works
-            torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
-        for a, b, *_ in made:
-            assert {a.dtype, b.dtype} != {E5M2}  # no such product on CUDA
-            a, b = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in (a, b))
-            torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
-
-
+# ------------------------------------------------------------ what CUDA asks for: sides, layouts
 def test_any_strides_are_taken_and_alignment_is_asserted(calls):
     generator = torch.Generator().manual_seed(3)
     one = torch.ones(())
@@ -207,27 +190,21 @@ def capability(monkeypatch):
 
 
 @pytest.mark.parametrize("part, kinds", [("head", (linear, True)), ("all", (fp8_linear, True))])
-def test_the_choice(part, kinds, capability):
-    """A given value works on a CPU; auto falls back where a GPU cannot do it; the log says so."""
+def test_the_choice(part, kinds, capability, monkeypatch):
+    """A given value works on a CPU; auto falls back where a GPU cannot do it; the log says so. GPUs of a ROCm
+    build also say that they are of capability 9."""
     plain = (linear, False)
     assert choose(part, fp8="off") == (plain, [])
     assert choose(part, fp8=part) == (kinds, [part])
     assert choose(part, fp8=f"auto-{part}") == (plain, ["off"])
-    for value, able in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+    for value, hip, able in (((8, 9), None, True), ((9, 0), None, True), ((8, 0), None, False),
+                             ((9, 4), "7.1", False)):
         capability(*value)
+        monkeypatch.setattr(torch.version, "hip", hip)
         assert choose(part, True, fp8=f"auto-{part}") == ((kinds, [part]) if able else (plain, ["off"]))
-    capability(8, 0)
-    with pytest.raises(Refused, match="8.9"):
-        choose(part, True, fp8=part)
-
-
-def test_no_fp8_on_a_rocm_build(capability, monkeypatch):
-    """Whose GPUs also say that they are of capability 9."""
-    capability(9, 4)
-    monkeypatch.setattr(torch.version, "hip", "7.1")
-    assert choose("head", True, fp8="auto-head") == ((linear, False), ["off"])
-    with pytest.raises(Refused, match="8.9"):
-        choose("head", True, fp8="head")
+        if not able:
+            with pytest.raises(Refused, match="8.9"):
+                choose(part, True, fp8=part)
 
 
 @pytest.mark.parametrize("part", ["head", "all"])

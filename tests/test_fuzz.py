@@ -13,7 +13,7 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 
 import pytest
 
@@ -39,7 +39,7 @@ KNOWN = {name: f for recipe in RECIPES.values() for name, f in fields_of(recipe)
 
 # -------------------------------------------------------------------------------- load_config, on any texts
 JUNK_TEXT = ("", " ", "x", "nan", "inf", "-1", "-5", "0", "1.5", "1e3", "1e999", "1 2", "0x10", "½", "−1",
-             "[1]", "1;2", "1,,2", ",", "1,x", "--1", "\U0001f600", "\udcff", "9" * 5000, "a=b")
+             "é€", "#", "[1]", "1;2", "1,,2", ",", "1,x", "--1", "\U0001f600", "\udcff", "9" * 5000, "a=b")
 OTHER_WORDS = ("--zzz=1", "golf", "-x", "--", "---", "--matrx-lr=0.1", "=", "", "--=1", "--a\nb=1", "\udcff")
 
 
@@ -99,15 +99,6 @@ def logged_again(cfg):
     lines = re.findall(r"^config (\w+)=(.*)$", log, re.M)
     assert [name for name, _ in lines] == [*vars(cfg)]
     return load_config({name.upper(): text for name, text in lines})
-
-
-@pytest.mark.parametrize("preset", RECIPES)
-def test_a_config_repeats_itself(preset):
-    """The preset as it is, and with odd texts."""
-    assert logged_again(load_config({"PRESET": preset})) == load_config({"PRESET": preset})
-    for text in ("é€", "a=b", "a b/c", "#"):
-        cfg = load_config({"PRESET": preset, "TOKENIZER_PATH": text})
-        assert logged_again(cfg) == cfg
 
 
 @sample_or_all
@@ -199,15 +190,12 @@ def drawn_run(number):
     return texts
 
 
-def call_main(argv, env):
-    """train_gpt.main -> exit code, out, err, which is one sentence if it failed."""
-    out = io.StringIO()
+def called(function, *args):
+    """(exit code, stderr) of a program's main()."""
     err = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = train_gpt.main(argv, env)
-    err = err.getvalue()
-    assert err == "" if code == 0 else err.startswith("train_gpt: ") and err.count("\n") == 1, err
-    return SimpleNamespace(code=code, out=out.getvalue(), err=err)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+        code = function(*args)
+    return code, err.getvalue()
 
 
 def check_result(argv, env):
@@ -229,15 +217,16 @@ def test_configurations_train_as_asked(times, root, monkeypatch):
     for case in range(10 * times if times > 1 else 5):
         argv, env = spelled(random.Random(case), drawn_run(case))
         print(f"drawn_run({case}): {argv} {env}")
-        done = call_main(argv, env)
-        codes[done.code] += 1
-        if done.code == 0:
+        code, err = called(train_gpt.main, argv, env)
+        codes[code] += 1
+        assert err == "" if code == 0 else err.startswith("train_gpt: ") and err.count("\n") == 1, err
+        if code == 0:
             check_result(argv, env)
-        elif done.code == 1:
-            assert "learning rates" in done.err
+        elif code == 1:
+            assert "learning rates" in err
         else:
             words = (*KNOWN, "val split", "train split", "train tokens")
-            assert any(word in done.err for word in words), done.err
+            assert any(word in err for word in words), err
             assert not Path("logs").exists()
         shutil.rmtree("logs", ignore_errors=True)
     if times > 1:       # else too few for shares
@@ -315,9 +304,6 @@ def check_kept(folder, wanted):
 
 def prepared(words):
     """(exit code, stderr) of prepare.py with these words."""
-    out = io.StringIO()
-    err = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = prepare.main([str(word) for word in words])
-    assert err.getvalue().count("prepare: ") == (1 if code else 0), err.getvalue()
-    return code, err.getvalue()
+    code, err = called(prepare.main, [str(word) for word in words])
+    assert err.count("prepare: ") == (1 if code else 0), err
+    return code, err

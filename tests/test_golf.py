@@ -1,4 +1,4 @@
-"""Plain rows and golf_plus's sliding ones: both score every token once, by what its row has shown."""
+"""golf_plus's sliding rows, which test_eval.py compares with a reference by their stride."""
 import math
 from dataclasses import replace
 
@@ -8,19 +8,13 @@ import torch
 
 import train_gpt
 from helpers import fake_team, toy_config
-from test_eval import randomised
+from test_model import randomised
 from train_gpt import preset_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T = 16
 V = 64
 BOS = 1
-
-
-def rows_of(cfg, name, count):
-    """[(first token, first target, last target)]"""
-    stride = cfg.eval_sliding if name == "sliding" else cfg.eval_stride
-    return train_gpt.evaluation_rows(cfg, count, stride)
 
 
 @pytest.fixture(scope="module")
@@ -67,36 +61,11 @@ def test_sliding_rows_are_scored_by_the_compiled_step_of_plain_ones(cfg, stream,
     assert {*shapes} == {(5, T)} and len(shapes) > 15
 
 
-# -------------------------------------------------------------------------------- rows
-@pytest.mark.parametrize("name, settings", [
-    ("sliding", dict(eval_sliding=4)), ("sliding", dict(eval_sliding=1)), ("sliding", dict(eval_sliding=16)),
-    ("sliding", dict(eval_sliding=7, eval_context=40)), ("plain", {})])
-def test_rows(cfg, stream, name, settings):
-    """Every target once, in order. A row holds the context and has at least context - stride tokens before
-    its targets, unless the text begins there. Where it begins does not depend on the end of the text."""
-    cfg = replace(cfg, **settings)
-    longest = cfg.eval_context or T
-    stride = settings.get("eval_sliding", T)
-    rows = rows_of(cfg, name, len(stream))
-    begins = {}
-    for low, first, last in rows:
-        assert low >= 0 and last - low <= longest
-        assert low == 0 or first - low >= longest - stride + 1
-        begins |= dict.fromkeys(range(first, last + 1), low)
-    assert [*begins] == [*range(1, len(stream))] and sum(last - first + 1 for _, first, last in rows) == 259
-    for end in range(2, len(stream), 3):
-        for low, first, last in rows_of(cfg, name, end):
-            assert all(low == begins[i] for i in range(first, last + 1)) and last < end
-
-
-def test_rows_of_several_settings(cfg, stream):
+def test_rows_of_several_settings(cfg):
     """A stride beyond the row is the row, so that TRAIN_SEQ_LEN can be lowered alone on a preset that has
     sliding rows."""
-    def rows(name, **settings):
-        return rows_of(replace(cfg, **settings), name, len(stream))
-
-    assert rows("sliding", eval_sliding=4) != rows("plain", eval_sliding=4) == rows("plain")
-    assert rows("sliding", eval_sliding=1000) == rows("sliding", eval_sliding=T) == rows("plain")
+    plain, as_row, beyond = (train_gpt.evaluation_rows(cfg, 260, stride) for stride in (0, T, 1000))
+    assert plain == as_row == beyond != train_gpt.evaluation_rows(cfg, 260, 4)
 
 
 def test_presets_that_ask_for_the_sliding_score():

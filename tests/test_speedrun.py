@@ -1,11 +1,9 @@
-"""The speedrun preset: its schedules step by step, columns of the table of stages that are overridden, a
-scaled run with every part of it; documents that are independent of each other."""
+"""The speedrun preset: columns of the table of stages that are overridden, a scaled run with every part
+of it. That documents do not see each other: test_golden.py, test_kernels.py."""
 
-import itertools
 import json
 import math
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +11,7 @@ import torch
 
 import train_gpt
 from helpers import fake_team, init_parameters, library_documents, write_shard
-from test_eval import CPU, randomised
-from train_gpt import load_config, log_probs, preset_config
+from train_gpt import load_config, preset_config
 
 SPEEDRUN = preset_config("speedrun")
 
@@ -135,62 +132,6 @@ def test_shards_that_run_out(root):
                for shard in shards)
     cfg = load_config(SCALED)
     assert train_gpt.Loader(cfg, train_gpt.open_data(cfg), fake_team()).most_tokens == held
-
-
-# -------------------------------------------------------------------------------- independent documents
-PARTS = replace(
-    preset_config("speedrun"), smear_dim=0, vocab_size=70, bos_id=3, model_dim=32,
-    num_heads=2, num_layers=6, train_seq_len=64, max_doc_len=40,
-    value_embed_layers=(0, 1, 2, 0, 1, 2), window_pattern="0SL-SL",
-    window_schedule=(8, 24, 24, 24), window_block=4, eval_window=0, skip_layers=(1, 2), backout_layer=4)
-
-
-def row_with(document, place, seed, T=64):
-    """A row (T,) of other documents around this one."""
-    generator = torch.Generator().manual_seed(seed)
-    row = torch.randint(4, 70, (T,), generator=generator)
-    row[torch.rand(T, generator=generator) < 0.1] = 3
-    row[place:place + len(document)] = document
-    row[0] = row[place + len(document)] = 3
-    return row
-
-
-@pytest.mark.parametrize("window, length", [(8, 30), (24, 1), (24, 9), (64, 2), (64, 30)])
-def test_documents_are_independent(window, length):
-    """Whatever stands around a document, and wherever it stands: its log-probabilities are those that it has
-    alone. With max_doc_len=0 they are not. No token elsewhere gets a gradient from it."""
-    document = torch.randint(4, 70, (length,), generator=torch.Generator().manual_seed(length))
-    document[0] = 3
-
-    def scores(row, place):
-        context = model.context(len(row), CPU, stage=replace(cfg.stages()[-1], window=window))
-        return log_probs(model, row[None], context)[0, place:place + length]
-
-    for cfg, independent in ((PARTS, True), (replace(PARTS, max_doc_len=0), False)):
-        model = randomised(cfg)
-        alone = scores(document, 0)
-        for place, seed in itertools.product((5, 20, 33), (1, 2)):
-            row = row_with(document, place, seed)
-            found = scores(row, place)
-            change = (found - alone).abs().max()
-            assert change < 1e-4 if independent else change > 1e-3, place
-            model.embed.grad = None
-            found.sum().backward()
-            touched = {*torch.nonzero(model.embed.grad.abs().sum(1)).flatten().tolist()}
-            assert (touched == {*document.tolist()}) == independent
-
-
-def test_the_record_smears_over_the_edge_of_a_document():
-    """The last token before a document reaches it, and no other one elsewhere."""
-    cfg = replace(PARTS, smear_dim=SPEEDRUN.smear_dim)
-    model = randomised(cfg)
-    document = torch.tensor([3, 4, 5, 4])
-    row = row_with(document, 20, 1)
-    row[19] = 69
-    context = model.context(len(row), CPU, stage=replace(cfg.stages()[-1], window=8))
-    log_probs(model, row[None], context)[0, 20:24].sum().backward()
-    touched = {*torch.nonzero(model.embed.grad.abs().sum(1)).flatten().tolist()}
-    assert touched == {3, 4, 5, 69}
 
 
 def test_a_value_table_is_looked_up_once():

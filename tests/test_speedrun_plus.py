@@ -226,19 +226,6 @@ def test_each_part_of_fp8_is_a_constant(part, monkeypatch):
     assert kernels[0] == small(fp8="auto-all").choose_kernels(False, lambda line: None)
 
 
-def test_fp8_is_off_where_the_gpu_cannot(monkeypatch):
-    """By itself; a given one is refused. So are sides that are no multiples of 16."""
-    for capability, able in (((8, 0), False), ((9, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        kernels = small().choose_kernels(True, print)
-        assert (kernels.mlp is not train_gpt.unscaled_mlp) == able
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(Refused, match="8.9"):
-        small(fp8="all").choose_kernels(True, print)
-    with pytest.raises(Refused, match="multiples of 16"):
-        small(fp8="all", qk_dim=4, num_heads=2, model_dim=40).choose_kernels(False, print)
-
-
 def test_scales_follow_the_last_micro_step():
     """1.25 times its largest magnitudes, but not below the floors; the step itself used those before."""
     cfg = small(fp8="all")

@@ -258,22 +258,6 @@ def test_muons_products_are_in_the_dtype_of_activations(train, monkeypatch):
     assert seen == {(torch.float32, torch.bfloat16)}
 
 
-def test_the_last_step_is_saved_whatever_waits(train, monkeypatch):
-    """Checkpoints wait for bigrams, which are updated every second step, but not at the end."""
-    save = train_gpt.save_checkpoint
-    written = []
-
-    def save_checkpoint(run):
-        written.append(run.state.step)
-        save(run)
-
-    monkeypatch.setattr(train_gpt, "save_checkpoint", save_checkpoint)
-    done = train(TOY, BIGRAM_EVERY="2", ITERATIONS="11", SAVE_EVERY="5", VAL_TOKENS="512")
-    assert done.code == 0 and written == [6, 10, 11]
-    saved = torch.load(done.folder / "checkpoint.pt", weights_only=True)
-    assert saved["progress"]["step"] == 11 and "RESUME" not in done.log
-
-
 def test_a_step_that_does_not_compile_ends_the_run(train, monkeypatch):
     """Exit 1 before the clock, with what the compiler says."""
     def fails(function, **more):
