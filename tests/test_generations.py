@@ -6,43 +6,56 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
-from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers import ROOT, SCRIPT, slow, slow_but
+from helpers import SCRIPT, slow_but
 from records.judge import runs
-from records.verify import checks, evidence, folders, leak_probe, new_record, replay, scripts
-from test_record import (BASELINE, LONG, RECORDS, SETTINGS, THREE, WITH_COMPANION, edit,
-                         failed_rules, few_data, forked_programs, home, make, sealed, toy)
+from records.verify import checks, evidence, folders, leak_probe, replay, scripts
+from test_record import (
+    BASELINE, LONG, RECORDS, SETTINGS, WITH_COMPANION, few_data, forked_programs)
 from tools.run import script
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
-WHOLE = SCRIPT.read_text(encoding="utf-8")
-LATER = WHOLE.replace('matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)\n    tied',
-                      'matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)\n    tied')
-
-
-def commit(folder):
-    """All files of a folder, in its own repository -> the commit."""
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
-        subprocess.run([*git, *words], cwd=folder, check=True)
-    return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True).strip()
+# A script of two recipes, and a tool that makes a script of one
+WHOLE = """The whole.
+golf_lr = 0.02
+tiny_lr = 0.01
+RECIPES = dict(golf=golf_lr, tiny=tiny_lr)
+"""
+LATER = WHOLE.replace("0.02", "0.03")
+TOOL = """
+import sys
+preset = sys.argv[1]
+own = [line for line in open("train_gpt.py") if line.startswith(f"{preset}_")]
+assert own
+print(f"{preset} alone.\\n{own[0]}RECIPES = dict({preset}={preset}_lr)")
+"""
+ALONE = "{0} alone.\n{0}_lr = {1}\nRECIPES = dict({0}={0}_lr)\n"
+GOLF = ALONE.format("golf", "0.02").encode()
+GOLF_LATER = ALONE.format("golf", "0.03").encode()
+TINY = ALONE.format("tiny", "0.01").encode()
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """(folder, its commits): train_gpt.py and tools/ of today, then with another rate of the two golfs."""
+    """(folder, its commits): with the tool as tools/script.py, as older commits have it; with another rate
+    and the tool of today's path."""
     folder = tmp_path_factory.mktemp("repository")
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x"]
     commits = []
-    shutil.copytree(ROOT / "tools", folder / "tools", ignore=shutil.ignore_patterns("__pycache__"))
-    for text in (WHOLE, LATER):
-        (folder / "train_gpt.py").write_text(text, encoding="utf-8")
-        commits.append(commit(folder))
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    for text, tool in ((WHOLE, "tools/script.py"), (LATER, "tools/run/script.py")):
+        shutil.rmtree(folder / "tools", ignore_errors=True)
+        for path, content in ((folder / "train_gpt.py", text), (folder / tool, TOOL)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        for words in (["add", "."], ["commit", "-q", "-m", "x"]):
+            subprocess.run([*git, *words], cwd=folder, check=True)
+        commits += subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=folder, text=True).split()
     return folder, commits
 
 
@@ -50,66 +63,30 @@ def repository(tmp_path_factory):
 def here(repository, monkeypatch):
     """The commits of the repository, which the tools take for ours."""
     monkeypatch.setattr(scripts, "ROOT", repository[0])
-    scripts.made_at.cache_clear()
-    yield repository[1]
-    scripts.made_at.cache_clear()
+    return repository[1]
 
 
-@cache
-def of(preset, text=WHOLE):
-    """What the tool makes of a whole script for a preset."""
-    return script.script(preset, text).encode()
-
-
-def test_the_commit_of_a_whole_script(here):
+def test_the_commit_of_a_script(here):
+    """Of equal ones the newest; whole, or made by the tool of the commit."""
     first, second = here
-    assert LATER != WHOLE
-    assert scripts.git_commit(WHOLE.encode(), "golf") == first
-    assert scripts.git_commit(LATER.encode(), "tiny") == second
-    assert scripts.git_commit(WHOLE.encode() + b"#", "golf") == "not committed"
+    for made, preset, wanted in (
+            (WHOLE.encode(), "golf", first), (LATER.encode(), "tiny", second), (GOLF, "golf", first),
+            (GOLF_LATER, "golf", second), (TINY, "tiny", second), (GOLF, "golf_plus", "not committed"),
+            (WHOLE.encode() + b"#", "golf", "not committed"), (GOLF + b"#", "golf", "not committed"),
+            (BASELINE.joinpath("train_gpt.py").read_bytes(), "golf", "not committed")):
+        assert scripts.git_commit(made, preset) == wanted, made
 
 
-@pytest.mark.slow
-def test_the_commit_of_a_script_of_one_recipe(here):
-    """Of equal ones the newest."""
-    first, second = here
-    assert of("golf", LATER) != of("golf")
-    assert scripts.git_commit(of("golf", LATER), "golf") == second
-    assert scripts.git_commit(of("golf"), "golf") == first
-    assert scripts.git_commit(of("speedrun"), "speedrun") == second
-    for unknown in (of("golf") + b"#", BASELINE.joinpath("train_gpt.py").read_bytes()):
-        assert scripts.git_commit(unknown, "golf") == "not committed"
-    assert scripts.git_commit(of("golf"), "golf_plus") == "not committed"
-
-
-def test_a_script_by_the_tool_of_an_older_commit(tmp_path, monkeypatch):
-    """Which had it as tools/script.py, and no packages."""
-    source = (ROOT / "tools/run/script.py").read_text(encoding="utf-8")
-    assert source.count("parents[2]") == 1
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools/script.py").write_text(source.replace("parents[2]", "parents[1]"), encoding="utf-8")
-    (tmp_path / "train_gpt.py").write_text(WHOLE, encoding="utf-8")
-    monkeypatch.setattr(scripts, "ROOT", tmp_path)
-    older = commit(tmp_path)
-    scripts.made_at.cache_clear()
-    assert scripts.made_at(older, "golf") == of("golf")
-    assert scripts.git_commit(of("golf"), "golf") == older
-    scripts.made_at.cache_clear()
-
-
-@pytest.mark.parametrize("by_tool", [False, slow(True)])
-def test_check_finds_the_script_again(by_tool, here):
+def test_check_finds_the_script_again(here):
     """As it is in the commit, or made by the tool of the commit for the preset of the run."""
     first, second = here
     other = pytest.raises(checks.Broken, match="has another train_gpt.py than the folder")
     elsewhere = pytest.raises(checks.LeftOut, match="is not in this repository")
-    cases = [(WHOLE.encode(), "golf", first, nullcontext()), (WHOLE.encode(), "golf", second, other),
-             (b"", "golf", first, other), (WHOLE.encode(), "golf", "0" * 40, elsewhere)]
-    if by_tool:
-        cases = [(of("golf"), "golf", first, nullcontext()), (of("golf"), "golf", second, other),
-                 (of("golf"), "golf_plus", first, other), (of("golf") + b"\n", "golf", first, other),
-                 (of("golf"), "golf", "0" * 40, elsewhere)]
-    for made, preset, named, outcome in cases:
+    for made, preset, named, outcome in (
+            (WHOLE.encode(), "golf", first, nullcontext()), (WHOLE.encode(), "golf", second, other),
+            (b"", "golf", first, other), (WHOLE.encode(), "golf", "0" * 40, elsewhere),
+            (GOLF, "golf", first, nullcontext()), (GOLF, "golf", second, other),
+            (GOLF, "golf_plus", first, other), (GOLF + b"\n", "golf", first, other)):
         with outcome:
             evidence.check_commit(record_of(made, named, preset), None)
 
@@ -120,57 +97,21 @@ def record_of(script, commit, preset):
                            runs=[SimpleNamespace(result={"preset": preset})])
 
 
-def changed_lines(before, after):
-    compared = scripts.of_one_kind(record_of(*before), record_of(*after))
-    diff = folders.code_diff(*compared)
-    return [line for line in diff.splitlines() if line[0] in "+-"]
-
-
-RATES = ['-    matrix_lr: float = option(0.02, "Muon: matrices of the blocks", 0, 10)',
-         '+    matrix_lr: float = option(0.03, "Muon: matrices of the blocks", 0, 10)']
-
-
-def test_the_diff_of_whole_scripts(here):
-    first, second = here
-    lines = changed_lines((WHOLE.encode(), first, "golf"), (LATER.encode(), second, "golf"))
-    assert lines == ["--- before/train_gpt.py", "+++ train_gpt.py", *RATES * 2]
-
-
-@pytest.mark.slow
 def test_diffs_compare_scripts_of_one_kind(here):
+    """A whole one against one of a recipe by what the tool makes of it, either way."""
     first, second = here
     old = WITH_COMPANION.joinpath("train_gpt.py").read_bytes()
-    lines = changed_lines((of("golf"), first, "golf"), (of("golf", LATER), second, "golf"))
-    assert lines == ["--- before/train_gpt.py", "+++ train_gpt.py", *RATES]
-    # a whole one against one of a recipe, either way
-    lines = changed_lines((WHOLE.encode(), first, "golf"), (of("golf", LATER), second, "golf"))
-    assert lines == [f"--- before/train_gpt.py, golf of {first[:9]}", "+++ train_gpt.py", *RATES]
-    lines = changed_lines((of("golf"), first, "golf"), (LATER.encode(), second, "golf"))
-    assert lines == ["--- before/train_gpt.py", f"+++ train_gpt.py, golf of {second[:9]}", *RATES]
+    names = ["before/train_gpt.py", "train_gpt.py"]
+    for before, after, name_before, name_after in (
+            (WHOLE.encode(), LATER.encode(), *names), (GOLF, GOLF_LATER, *names),
+            (WHOLE.encode(), GOLF_LATER, f"before/train_gpt.py, golf of {first[:9]}", "train_gpt.py"),
+            (GOLF, LATER.encode(), "before/train_gpt.py", f"train_gpt.py, golf of {second[:9]}")):
+        pair = record_of(before, first, "golf"), record_of(after, second, "golf")
+        lines = folders.code_diff(*scripts.of_one_kind(*pair)).splitlines()
+        assert [line for line in lines if line[0] in "+-"] == [
+            f"--- {name_before}", f"+++ {name_after}", "-golf_lr = 0.02", "+golf_lr = 0.03"]
     with pytest.raises(runs.Refused, match="commit train_gpt.py before you train"):     # it has no recipes
-        changed_lines((old, "not committed", "tiny"), (of("tiny"), "not committed", "tiny"))
-
-
-def test_runs_of_one_recipe_make_a_record(tool, few_data, tmp_path, monkeypatch):
-    """Of the script as it is, without the lab: its logs hold all that the rules ask of them."""
-    (tmp_path / "data").symlink_to(few_data / "data")
-    (tmp_path / "train_gpt.py").write_bytes(of("tiny"))
-    env = SETTINGS | leak_probe.clean_environment() | {"OMP_NUM_THREADS": "1"}
-    del env["BATCH_SCHEDULE"]
-    for seed in "12":
-        done = subprocess.run([sys.executable, "train_gpt.py"], cwd=tmp_path, capture_output=True, text=True,
-                              env=env | {"SEED": seed, "RUN_ID": f"run{seed}"})
-        assert done.returncode == 0, done.stderr
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(folders, "HOME", tmp_path / "records")
-    monkeypatch.setattr(new_record, "git_commit", lambda *_: "not committed")
-    code, _, err = tool("new", "--name", "Alone", "--blurb", "a toy", "logs/run1", "logs/run2")
-    assert code == 0, err
-    made = next(tmp_path.glob("records/track_tiny/*"))
-    assert (made / "train_gpt.py").read_bytes() == of("tiny")
-    assert (made / "train_seed2.log").stat().st_size < 20_000 < (made / "train.log").stat().st_size
-    out = tool("check", "--no-exec", made)[1]
-    assert failed_rules(out) == {"data", "runs"}, out
+        scripts.of_one_kind(record_of(old, "not committed", "tiny"), record_of(TINY, second, "tiny"))
 
 
 # ------------------------------------------------------------ generations
@@ -181,7 +122,7 @@ GENERATIONS = {     # folder of a record, or what to train of today's
     "one recipe": "golf"}
 ENVIRONMENT = SETTINGS | dict(ITERATIONS="10", VAL_LOSS_EVERY="5", TRAIN_BATCH_TOKENS="256",
                               VAL_TOKENS="1024", EVAL_SLIDING="0", SEED="3", RUN_ID="first")
-GOLF = dict(PRESET="golf", VOCAB_SIZE="512", NUM_KV_HEADS="1", TOKENIZER_PATH="data/tokenizers/toy.model")
+GOLF_RUN = dict(PRESET="golf", VOCAB_SIZE="512", NUM_KV_HEADS="1", TOKENIZER_PATH="data/tokenizers/toy.model")
 
 
 @pytest.fixture(scope="module", params=slow_but(["recipes"], GENERATIONS))
@@ -194,8 +135,8 @@ def trained(request, few_data, tmp_path_factory):
     if source == "tiny":
         shutil.copy(SCRIPT, root)
     elif source == "golf":
-        (root / "train_gpt.py").write_bytes(of("golf"))
-        env |= GOLF
+        (root / "train_gpt.py").write_text(script.script("golf", SCRIPT.read_text("utf-8")), "utf-8")
+        env |= GOLF_RUN
     else:
         for path in source.glob("*.py"):
             shutil.copy(path, root)

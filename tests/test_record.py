@@ -15,11 +15,13 @@ import sentencepiece as spm
 import torch
 
 import train_gpt
-from helpers import ROOT, SCRIPT, TOY, library_documents, slow, slow_but, tokens_of, write_dataset
+from helpers import (
+    ROOT, SCRIPT, TOY, library_documents, load_module, slow, slow_but, tokens_of, write_dataset)
 from records.judge import runs
 from records.show import board
 from records.verify import checks, evidence, folders, leak_probe, new_record, replay, rules, source
 from test_record_stats import edit, failed_rules, forked_programs
+from tools.run import script
 
 RECORDS = sorted((ROOT / "records" / "track_tiny").iterdir())
 BASELINE = next(path for path in RECORDS if path.name.endswith("_Baseline"))
@@ -70,14 +72,14 @@ def few_data(tiny_data, tmp_path_factory):
     return root
 
 
-def train_toys(root, data, settings):
+def train_toys(root, data, settings, trainer=train_gpt):
     """Runs below root, in this process, one for each of the settings {run_id: settings}."""
     (root / "data").symlink_to(data / "data")
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         for run_id, values in settings.items():
-            assert train_gpt.main([], values | {"RUN_ID": run_id}) == 0
+            assert trainer.main([], values | {"RUN_ID": run_id}) == 0
     torch.set_num_threads(threads)
 
 
@@ -341,13 +343,15 @@ THREE = ("logs/a0", "logs/a1", "logs/a2")
 
 @pytest.fixture(scope="module")
 def toy(few_data, tmp_path_factory):
-    """A folder with data/ and logs/ of toy runs: a0 a1 a2 (seeds 0 to 2), b0 b1 (another learning rate)."""
+    """A folder with data/ and logs/ of toy runs by the script of tiny alone: a0 a1 a2 (seeds 0 to 2), b0 b1
+    (another learning rate)."""
     root = tmp_path_factory.mktemp("toy_runs")
+    (root / "train_gpt.py").write_text(script.script("tiny", SCRIPT.read_text("utf-8")), "utf-8")
     settings = {}
     for run_id in ("a0", "a1", "a2", "b0", "b1"):
         rate = "0.03" if run_id.startswith("a") else "0.01"
         settings[run_id] = SETTINGS | {"SEED": run_id[1], "MATRIX_LR": rate}
-    train_toys(root, few_data, settings)
+    train_toys(root, few_data, settings, load_module(root / "train_gpt.py", "tiny_alone"))
     for minute, run_id in enumerate(settings):
         path = root / "logs" / run_id / "result.json"
         began = datetime(2026, 1, 1, 0, minute, tzinfo=UTC)
@@ -362,6 +366,7 @@ def home(toy, tmp_path, monkeypatch):
     shutil.copytree(toy / "logs", tmp_path / "logs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(folders, "HOME", tmp_path / "records")
+    monkeypatch.setattr(new_record, "git_commit", lambda *_: "not committed")
     return tmp_path
 
 
