@@ -1,13 +1,10 @@
 """Which scores records/ compares: those of the same tokens of the same text, scored alike."""
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from helpers import ROOT
-from records.judge import runs, scores, tries
-from records.judge.tries import Change, Proxy
-from records.verify import checks, new_record
+from records.judge import runs, scores
 
 VAL = "a" * 64
 TOKENIZER = "b" * 64
@@ -159,68 +156,7 @@ def test_runs_in_turn_stop_at_the_first_of_other_tokens(tool, tmp_path, monkeypa
     assert len([*(tmp_path / "logs").iterdir()]) == 2
 
 
-def test_a_try_compares_the_same_tokens(tmp_path, monkeypatch):
-    def side_by_side(jobs):
-        """The runs; where a flag of the change is `part`, of a part of val."""
-        found = []
-        for change, _, seed in jobs:
-            path = tmp_path / f"{change.name}_{seed}" / "train.log"
-            path.parent.mkdir(exist_ok=True)
-            facts = PART | dict(tokens=512 if "part" in change.flags else 1024)
-            path.write_text(log_text(seed % 100, **facts, loss=4.7 + len(change.name) / 100))
-            found.append(runs.read_log(path))
-        return found
-
-    monkeypatch.setattr(tries, "side_by_side", side_by_side)
-    said = []
-
-    def pairs(flags):
-        head = Change("HEAD", tmp_path, {})
-        yours = Change("y", tmp_path, flags)
-        args = SimpleNamespace(same=False)
-        return tries.pairs_of(head, yours, Proxy("p", 32, "t"), 1, tries.Noise(), 10, args,
-                              lambda *lines: said.extend(lines))
-
-    assert pairs({})["pairs"]
-    told = "val_loss_partial: the loss on the first 1,024"
-    assert [line[:len(told)] for line in said if "partial" in line] == [told]
-    with pytest.raises(runs.Refused, match="val tokens scored: 1,024 .*, 512 "):
-        pairs({"part": "1"})
-
-
-# ------------------------------------------------------------ records
-def test_a_record_is_of_runs_that_compare(tmp_path, monkeypatch):
-    """`new` asks of its runs, of the baseline and of the record before; `check` of the same."""
-    write_side(tmp_path / "a")
-    write_side(tmp_path / "b", (4, 5), val="e" * 64)
-    good = runs.load_runs([tmp_path / "a"])
-    other = runs.load_runs([tmp_path / "b"])
-    names = ("name", "author", "github_id", "blurb", "ai_disclosure")
-    args = SimpleNamespace(
-        **dict.fromkeys(names, "x"), runs=[0], baseline=[], exclude=[], before="")
-    result = dict(seed=1, preset="tiny", run_id="x", config={}, hardware="X")
-    for run in (*good, *other):
-        run.result = result
-    monkeypatch.setattr(new_record, "check_alike", lambda *_: None)
-    monkeypatch.setattr(new_record, "excluded_runs", lambda *_: [])
-    monkeypatch.setattr(new_record, "open_run", {0: good[0], 1: other[0]}.get)
-    for asked, earlier in ((args.__dict__ | {"baseline": [1]}, []), (args.__dict__, other)):
-        monkeypatch.setattr(new_record, "records_of", lambda track: {"2026-01-01_X": SimpleNamespace(
-            runs=earlier)} if earlier else {})
-        monkeypatch.setattr(new_record, "best_before", lambda records, hardware: next(iter(records), "none"))
-        with pytest.raises(runs.Refused, match="val split: aaaaaaaa"):
-            new_record.new(SimpleNamespace(**asked), print)
-    folder = SimpleNamespace(
-        ours=True, runs=good, baseline=other,
-        submission={"before": None, "track": "tiny"}, finished=str,
-        track=SimpleNamespace(metric="val_bpb", rank="metric"), hardware=lambda: "X")
-    monkeypatch.setattr(checks, "records_of", lambda track: {})
-    with pytest.raises(checks.Broken, match="are not scored alike: val split: aaaaaaaa"):
-        checks.check_before(folder, None)
-    folder.baseline = []
-    checks.check_before(folder, None)
-
-
+# ------------------------------------------------------------ pictures
 def test_the_record_of_another_text_is_not_drawn(tmp_path):
     """In grey, beside runs whose losses do not compare with it."""
     from records.show import curves

@@ -132,6 +132,7 @@ def gone(name):
     return lambda folder: (folder / name).unlink()
 
 
+VAL_DIGEST = r"^sha256 toy_val\S+:(\w*?\d)"
 LISTED = {      # (rule, file): patterns whose group ends in a digit that only the file's sha256 tells, too
     ("README", "README.md"): [
         r"\| 1338 \| train_seed1338.log \| ([\d.]+)", r"std (\d\.\d+)", r"^\| torch \| (\d)",
@@ -432,11 +433,17 @@ def test_a_second_record_with_runs_of_the_first(tool, home):
     assert "train_gpt.py: unchanged" in page and "Its script on the same machine: n=3" in page
     assert said_by("record before", second) == ("pass", None)
     assert "run again, Welch: t=" in said_by("score", second)[1]
+    for run_id in ("b0", "b1"):
+        digit("train.log", VAL_DIGEST)(home / "logs" / run_id)
+    said = tool("new", "--name", "Third", "--blurb", "a toy", "logs/b0", "logs/b1")[2]
+    assert "on the same tokens in the same way: val split: " in said
     digit("baseline_seed1.log", "config matrix_lr=([0-9.]+)")(second)
     said = said_by("record before", second)[1]
     assert f"baseline_seed1.log: config matrix_lr is '0.04', in {first.name} '0.03'" in said
     shutil.rmtree(first)
     assert "but the best in this repository by then is 'none'" in said_by("record before", second)[1]
+    digit("baseline_seed1.log", VAL_DIGEST)(second)
+    assert "the record before are not scored alike: val split: " in said_by("record before", second)[1]
 
 
 def changed_result(**values):
@@ -456,6 +463,7 @@ def changed_result(**values):
     ("result.json is no JSON", THREE, lambda logs: (logs / "a1/result.json").write_text('{"seed": 1, "va')),
     ("is no record of track tiny", [*THREE, "--before", "Nobody"], None),
     ("logs/a9/result.json: No such file", [*THREE, "--baseline", "a9"], None),
+    ("in the same way: val split: ", [*THREE, "--baseline", "b0"], digit("b0/train.log", VAL_DIGEST)),
     ("run a0 has no artifact", THREE, gone("a0/final_model.int8.ptz")),
     ("what does the record change?", [*THREE, "--blurb", " "], None)])
 def test_new_refuses_and_leaves_nothing(tool, home, sentence, words, damage):

@@ -23,7 +23,7 @@ GAIN = 0.0
 SCORED = 1
 flags = dict(word[2:].split("=", 1) if "=" in word else (word[2:], "") for word in sys.argv[1:])
 for name in flags:
-    if name not in ("preset", "proxy", "data-path", "dry-run", "gain"):
+    if name not in ("preset", "proxy", "data-path", "dry-run", "gain", "part"):
         sys.exit(f"train_gpt: unknown argument --{name}")
 width = int(flags["proxy"] or 48)
 print(f"proxy: {flags['preset']} at width {width} instead of 768")
@@ -38,7 +38,10 @@ if "dry-run" not in flags:
     folder.mkdir(parents=True)
     with open("trained.txt", "a") as file:
         file.write(folder.name + "\\n")
-    (folder / "train.log").write_text(f"step:100/100 val_loss:{loss:.4f} train_time:100ms step_avg:1.00ms\\n"
+    (folder / "train.log").write_text(f"data: toy train tokens:99 in 1 shards, val tokens:50834\\n"
+                                      f"eval settings: eval_tokens:{flags.get('part', 1024)} eval_context:64 "
+                                      f"eval_stride:64 eval_window:full\\n"
+                                      f"step:100/100 val_loss:{loss:.4f} train_time:100ms step_avg:1.00ms\\n"
                                       f"final_model_exact val_loss_partial:{loss:.8f}\\n")
     (folder / "result.json").write_text("{}")
 '''
@@ -121,40 +124,12 @@ def test_more_runs_are_named_that_would_tell():
     assert sequential.more_needed(loss, 667) == sequential.more_needed(series, 20)
 
 
-def night(draw, gain=0.0, at=0, tries_in_all=50):
-    """50 tries, of which one may have a gain -> (false gains, was the gain found?). draw(n): n differences of
-    runs of one recipe, centered."""
-    noise = Noise()
-    found = false = 0
-    true = False
-    for number in range(1, tries_in_all + 1):
-        numbers = draw(tries.MOST_PAIRS) + (gain if number == at else 0.0)
-        for n in range(1, tries.MOST_PAIRS + 1):
-            series = series_of(numbers[:n], noise)
-            needed = sequential.needed_evidence(number, found)
-            said, stop = sequential.verdict(series, needed, tries.MOST_PAIRS)
-            if stop:
-                break
-        if said == "gains":
-            found += 1
-            false += number != at
-            true |= number == at
-        own = sequential.noise_of(numbers[:n])
-        noise = Noise(noise.squares + own.squares, noise.df + own.df)
-    return false, true
-
-
-def test_a_night_of_nothing_finds_nothing_and_a_gain_is_found():
-    rng = np.random.default_rng(2)
-    assert sum(night(lambda n: rng.normal(0, 1, n), tries_in_all=30)[0] > 0 for _ in range(2)) == 0
-    assert sum(night(lambda n: rng.normal(0, 1, n), 2.5, 12, 12)[1] for _ in range(4)) >= 3
-
-
 # ------------------------------------------------------------ try
 def test_a_gain_is_kept_a_loss_stops_early_and_the_ledger_tells(place, tool):
     edit(place, GAIN=0.05)
     code, out, _ = tool("try", "a better recipe", "--proxy", 32)
     assert code == 0 and "verdict: gains, +0.0" in out and "a better recipe" in out
+    assert out.count("val_loss_partial: the loss on the first 1,024 of 50,834 val tokens") == 1
     edit(place, GAIN=-0.05)
     code, out, _ = tool("try", "a worse one")
     assert "verdict: loses, -0.0" in out and "on speedrun_plus at width 32" in out     # that of the last try
@@ -255,14 +230,16 @@ def test_the_size_of_a_proxy_is_known_before_it_trains(tiny_data, tmp_path, monk
 
 # ------------------------------------------------------------ each seed counts once
 FIXED = FAKE.replace('os.environ["SEED"]', '"5"')
-TELLS = FAKE.replace('write_text(f"step', 'write_text(f"config seed=5\\nstep')
+TELLS = FAKE.replace('write_text(f"data', 'write_text(f"config seed=5\\ndata')
 DIVERGES = FAKE.replace("GAIN = 0.0", "GAIN = 10.0")
 
 
 @pytest.mark.parametrize("script, words, sentence", [
     (FIXED, ("try", "an edit", "--outside", "--proxy", 32), "have the same losses"),
-    (FAKE, ("try", "SEED=5", "--proxy", 32), "leave SEED out")])
-def test_trials_of_one_seed_are_refused(place, tool, script, words, sentence):
+    (FAKE, ("try", "SEED=5", "--proxy", 32), "leave SEED out"),
+    (FAKE, ("try", "PART=512", "--proxy", 32), "val tokens scored: 1,024 ")])
+def test_trials_that_tell_nothing_are_refused(place, tool, script, words, sentence):
+    """Of one seed, or scored on other tokens."""
     (place / "train_gpt.py").write_text(script)
     code, out, err = tool(*words)
     assert code == 2 and sentence in err and err.count("\n") == 1 and "verdict: " not in out
