@@ -57,6 +57,7 @@ ACTIONS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "int": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "usr1": lambda: os.kill(os.getpid(), signal.SIGUSR1),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": hang,
     "sleep": lambda: time.sleep(5),

@@ -231,18 +231,6 @@ def test_lists_are_compared_with_all_logs_and_in_fp32(tool, tmp_path):
 
 
 # ------------------------------------------------------------ what follows from several lines of the logs
-def said_before(lines):
-    """Adds lines before the first step of each log; {seed}: its seed."""
-    def alter(folder):
-        for seed in SCORES:
-            path = folder / f"train_seed{seed}.log"
-            if path.exists():
-                words = lines[seed] if isinstance(lines, dict) else lines
-                text = path.read_text().replace(f"seed:{seed}\n", f"seed:{seed}\n{words.format(seed=seed)}\n")
-                path.write_text(text)
-    return alter
-
-
 @pytest.mark.parametrize("tokens, loss, bpb, words", [
     # the public ones: a wrong count of bytes, a part of the text, two that are sound, one of another cut
     ("val_tokens: 47851520", 2.40073153, 1.00692894,
@@ -260,7 +248,7 @@ def said_before(lines):
 def test_bytes_that_scores_imply(tool, tmp_path, tokens, loss, bpb, words):
     folder = tmp_path / "track_10min_16mb" / "2026-04-02_x"
     golf_log(folder / "train_seed7.log", 7, loss, bpb, 15_000_000, SOURCE)
-    said_before(tokens)(folder)
+    replaced("train_seed7.log", ("seed:7\n", f"seed:7\n{tokens}\n"))(folder)
     found = [line for line in audited(tool, folder) if "imply" in line]
     assert [line.startswith(words) for line in found] == [True] * bool(words), found
     (tmp_path / "track_10min_16mb").rename(tmp_path / "elsewhere")      # where val may be of any text

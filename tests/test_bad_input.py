@@ -5,7 +5,6 @@ import io
 import json
 import os
 import shutil
-import signal
 import zlib
 from pathlib import Path
 
@@ -292,12 +291,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(value, only_once, workplace, mon
     assert "step:10/100" in log and "step:30/100" not in log and len(steps) == 22
 
 
-def test_a_run_that_diverges(workplace, capsys):
-    """The largest learning rate, with a decay that multiplies weights instead."""
-    settings = dict(PRESET="golf_plus", LOOP_LAYERS="0", PACKING="rows", MATRIX_LR="10", WEIGHT_DECAY="1e6")
-    failed(capsys, settings, ["lower the learning rates"])
-
-
 @pytest.mark.parametrize("settings, place", [
     ({"PRESET": "golf"}, TRAIN.name), ({"COUNT_ORDERS": "2"}, "a train shard")])
 def test_a_token_beyond_the_vocabulary_that_a_run_comes_to(settings, place, workplace, capsys):
@@ -447,17 +440,8 @@ def test_a_file_system_without_locks(stopped, capsys, monkeypatch):
     assert resumed(capsys)[0] == 0
 
 
-def test_the_end_of_a_slurm_job_saves_a_checkpoint(workplace, capsys, monkeypatch):
+def test_the_end_of_a_slurm_job_saves_a_checkpoint(go):
     """USR1 is what Slurm can send before a job's time is up. Other signals: test_faults.py."""
-    step = train_gpt.train_step
-    steps = iter(range(-1, 9))      # two of the warmup
-
-    def train_step(*args):
-        if next(steps) == 3:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return step(*args)
-
-    monkeypatch.setattr(train_gpt, "train_step", train_step)
-    code, said = call(capsys, TOY | dict(ITERATIONS="5", RUN_ID="first"))
-    assert code == 1 and said.endswith("train_gpt: RESUME=first\n")
-    assert Path("logs/first/checkpoint.pt").exists()
+    done = go(TOY, fault="usr1@step:3")
+    assert done.code == 1 and done.met and done.err.endswith(f"train_gpt: RESUME={done.run_id}\n")
+    assert (done.folder / "checkpoint.pt").exists()

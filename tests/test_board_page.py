@@ -158,16 +158,6 @@ def test_curves_are_smooth_and_records_grey(tmp_path):
     assert {*board_chart.colors_of(alone).values()} == {*board_chart.PALETTE[:2]}
 
 
-def test_runs_and_records_of_this_repository(tool, tmp_path):
-    assert tool("board", "--html", ROOT / "records", "--out", tmp_path / "board.html")[0] == 0
-    text = (tmp_path / "board.html").read_text()
-    homes = [*ROOT.glob("records/track_tiny/*")]
-    assert text.count("<tbody class=record>") == len(homes) and text.count("<section>") == 1
-    rows = [row for row in tables_of(text)[0][1:] if "n=5" in row]
-    means = [json.loads((home / "submission.json").read_text())["val_bpb_mean"] for home in homes]
-    assert [row[1].split()[0] for row in rows] == [f"{mean:.8f}" for mean in sorted(means)]
-
-
 def test_what_cannot_be_shown(tool, tmp_path):
     code, _, err = tool("board", "--html", tmp_path, "--out", tmp_path / "x.html")
     assert code == 2 and "no run" in err

@@ -145,14 +145,6 @@ def test_the_files(tool, tmp_path):
     assert config == json.loads(json.dumps({name: getattr(cfg, name) for name in config}))
 
 
-def test_what_is_no_model(tool, tmp_path):
-    code, _, err = tool("export", tmp_path)
-    assert code == 2 and "holds no model" in err
-    (tmp_path / "final_model.pt").write_bytes(b"x")
-    code, _, err = tool("export", tmp_path)
-    assert code == 2 and "damaged or not from this trainer" in err and len(err.splitlines()) == 1
-
-
 def test_the_lines_of_running(tiny_data, tmp_path, monkeypatch, capsys):
     """They load a run's artifact and score a text."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs/running.md").read_text(), re.S)[1]

@@ -22,7 +22,7 @@ import fork_server
 from data import inputs, prepare
 from helpers import sources
 from records.judge import runs
-from test_prepare import ODD, make_texts, prepared, read, snapshot, written
+from test_prepare import make_texts, prepared, read, snapshot, written
 
 TEXTS = make_texts(300)
 MARKED = {"utf-8": codecs.BOM_UTF8, "utf-16-le": codecs.BOM_UTF16_LE, "utf-16-be": codecs.BOM_UTF16_BE,
@@ -79,21 +79,6 @@ def folder_of_texts(folder):
     return folder
 
 
-def mixed_folder(folder):
-    """Every form, beside hidden files and folders, and an empty file."""
-    written(folder / "a.jsonl", lines_of(TEXTS[:60]))
-    written(folder / "b/c.json", json.dumps([{"text": text} for text in TEXTS[60:100]], indent=1))
-    written(folder / "b/d.jsonl.gz", gzip.compress(lines_of(TEXTS[100:130]).encode()))
-    written(folder / "e.NDJSON.xz", lzma.compress(lines_of(TEXTS[130:140]).encode()))
-    write_table(folder / "f.parquet", TEXTS[140:200])
-    for i, text in enumerate(TEXTS[200:]):
-        written(folder / f"g/{i}.txt.gz", gzip.compress(text.encode()))
-    for name in (".git/config", ".DS_Store", "b/.hidden.jsonl", ".cache/x.parquet", "__pycache__/x.txt"):
-        written(folder / name, "no document\n")
-    written(folder / "empty.txt", "")
-    return folder
-
-
 def linked(folder):
     """Two thirds lie elsewhere, one as in the hub's cache; links lead back, up and to the same place."""
     for name, part in zip(("in/0.jsonl", "out/1.jsonl", "blobs/4f5e"), parts()):
@@ -123,12 +108,17 @@ def folder_of_csv(folder):
 
 
 def desktop_folder(folder):
-    """Shards, and what desktops, archives, editors and Spark leave beside them."""
+    """Files of several forms, an empty one, and what desktops, archives, editors, git and Spark leave beside
+    them."""
     folder_of(".jsonl")(folder)
+    written(folder / "deep/0/part.jsonl", "")
+    write_table(folder / "deep/f.parquet", parts()[0][:50])
+    written(folder / "deep/e.NDJSON.xz", lzma.compress(lines_of(parts()[0][50:]).encode()))
     names = ["Thumbs.db", "desktop.ini", "Desktop.ini", "Icon\r", "__MACOSX/deep/0/part.jsonl",
              "._part.jsonl", "deep/0/part.jsonl:Zone.Identifier", "deep/1/part.jsonl~", "~$part.docx",
              "_SUCCESS", ".DS_Store", "_metadata", "_committed_123", "$RECYCLE.BIN/x.txt",
-             "@eaDir/part.jsonl", "CACHEDIR.TAG"]
+             "@eaDir/part.jsonl", "CACHEDIR.TAG", ".git/config",
+             ".cache/x.parquet", "__pycache__/x.txt"]
     for name in names:
         written(folder / name, "[ZoneTransfer]\nZoneId=3\n")
     return folder
@@ -177,7 +167,7 @@ FORMS = {
     "folder of jsonl": folder_of(".jsonl"), "folder of jsonl.gz": folder_of(".jsonl.gz", gzip.compress),
     "folder of json": folder_of(".json"), "folder of parquet": folder_of_tables,
     "folder of no suffix": folder_of(""),
-    "folder of texts": folder_of_texts, "mixed folder": mixed_folder, "linked": linked,
+    "folder of texts": folder_of_texts, "linked": linked,
     "csv": as_file("x.csv", table_of(TEXTS)), "csv, lf": as_file("x.csv", table_of(TEXTS, ends="\n")),
     "csv, marked": as_file("x.csv", encoded(table_of(TEXTS), "utf-8")),
     "csv of utf-16": as_file("x.csv", encoded(table_of(TEXTS), "utf-16-le")),
@@ -209,14 +199,6 @@ def test_a_text_file_is_cut_alike_in_every_encoding(tmp_path, encoding, pack):
     name = {None: "x.txt", gzip.compress: "x.txt.gz", lzma.compress: "x.txt.xz"}[pack]
     assert read(written(tmp_path / name, pack(raw) if pack else raw)) == plain
     assert "".join(plain).find("\ufeff") == -1 and len("".join(plain)) == len(text)
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_decode_is_the_inverse_of_every_encoding(encoding):
-    """Without a mark only of plain letters, and of UTF-8."""
-    for text in ["a line\n" * 30, "x", "", *ODD]:
-        if not encoding.endswith("unmarked") or text.startswith("a line"):
-            assert inputs.decode(encoded(text, encoding)) == text
 
 
 def test_what_is_no_text_in_another_encoding():

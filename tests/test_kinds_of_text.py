@@ -189,13 +189,6 @@ def test_about_a_tenth_of_a_small_text_is_val(tmp_path, size, form):
     assert "cut into documents of about 600 bytes" in said or size != 24_000
 
 
-def test_a_small_val_of_a_larger_text(tmp_path):
-    path = written(tmp_path / "x.txt", lines_of_words(200_000, 3))
-    for size in 2000, 20_000:
-        _, manifest = prepared(tmp_path, "--text", path, "--val-bytes", size)
-        assert size <= manifest["val_bytes"] <= 1.5 * size
-
-
 # --- machines ----------------------------------------------------------------------------------------------
 LIMITS = {  # /proc/self/cgroup, files of limits, processors of 64
     "none": ("0::/\n", {}, 64),

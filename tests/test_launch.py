@@ -265,7 +265,8 @@ ENVIRONMENTS = [    # what may be set where somebody works, also what Python and
          COLUMNS="0", LINES="-1", TERM="odd", NO_COLOR="1", CUDA_VISIBLE_DEVICES="abc", RANK="0",
          WORLD_SIZE="1", MASTER_PORT="x"),
     dict(PYTHONDEVMODE="1", PYTHONOPTIMIZE="2", OMP_NUM_THREADS="-1", OMP_SCHEDULE="x", KMP_AFFINITY="x",
-         MKL_NUM_THREADS="0", LANG="xx_YY", TMPDIR="/proc", HOME="", PYTHONWARNDEFAULTENCODING="1", PYTHONPATH=":::")]
+         MKL_NUM_THREADS="0", LANG="xx_YY", TMPDIR="/proc", HOME="", PYTHONWARNDEFAULTENCODING="1",
+         PYTHONPATH=":::")]
 
 
 @pytest.mark.parametrize("number", [0, slow(1)])

@@ -1,6 +1,5 @@
 """records/: logs in other encodings, with what terminals, progress bars and crashes leave in them. The
 numbers are those of the plain log, or none."""
-import json
 import re
 
 import pytest
@@ -93,32 +92,6 @@ def test_the_numbers_are_those_of_the_plain_log(tmp_path, plain, kind, way):
     run = runs.read_log(path)
     assert facts_of(run) == facts_of(wanted)
     assert kind == "golf" or (run.value("val_loss"), run.time) == (3.2744, 69.993)
-
-
-def test_logs_in_linked_folders_are_found_once(tool, tmp_path, plain):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "x.log").write_text(plain["speedrun"][0])
-    (tmp_path / "in").mkdir()
-    for name, target in (("a", "elsewhere"), ("b", "elsewhere"), ("loop", "in")):
-        (tmp_path / "in" / name).symlink_to(tmp_path / target)
-    out = tool("stats", tmp_path / "in")[1]
-    assert "n=1 mean 3.2744" in out and "same run" not in out
-
-
-@pytest.mark.parametrize("mark", ENCODINGS[:5])
-def test_other_texts_of_a_record_folder_in_other_encodings(tool, tmp_path, mark):
-    """submission.json, README.md and the script."""
-    folder = tmp_path / "track_10min_16mb" / "2026-04-02_x"
-    for seed in (1, 2, 3):
-        path = folder / f"train_seed{seed}.log"
-        golf_log(path, seed, 2.0 + seed / 100, 1.2 + seed / 1000, 15_000_000, SHORT)
-    submission = json.dumps(dict(val_bpb=1.201, bytes_total=15_000_000 + len(SHORT)))
-    for name, text in (("submission.json", submission), ("README.md", "# x\nval_bpb: 1.2010\n"),
-                       ("train_gpt.py", SHORT)):
-        (folder / name).write_bytes(encoded(text, mark))
-    found = [line for line in tool("audit", tmp_path)[1].splitlines() if line.startswith("    ")]
-    assert all("val_bpb" not in line and "packed" not in line for line in found), found
-    assert not any("another script" in line for line in found)
 
 
 @pytest.mark.parametrize("damage", ["3.2\ufffd44", "3.2\x0044", "3.2\ud7ff", "3.", "3.27x"])

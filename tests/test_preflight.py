@@ -1,8 +1,6 @@
 """Preflight: what is found out before a run starts. Launchers, machines, names, data as a whole, models and
 checkpoints, the plan."""
-import hashlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -333,26 +331,11 @@ def set_file(place, **changes):
     edit_manifest(files=lambda files: [f | changes if i == place else f for i, f in enumerate(files)])
 
 
-def keep_files(part):
-    """These files of the manifest alone."""
-    edit_manifest(files=lambda files: files[part])
-    kept = [file["path"] for file in json.loads(MANIFEST.read_text())["files"]]
-    for path in DATA.glob("*.bin"):
-        if path.name not in kept:
-            path.unlink()
-
-
-def state_again(path):
-    """The manifest's digest becomes that of the file."""
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    edit_manifest(files=lambda files: [
-        f | dict(sha256=digest) if f["path"] == path.name else f for f in files])
-
-
-def token_512(path, place=777):
+def token_512(path):
     """A token outside the vocabulary, between the places at which the trainer looks."""
-    patch(path, 1024 + 2 * place, b"\x00\x02")
-    state_again(path)
+    tokens = np.fromfile(path, "<u2", offset=1024)
+    tokens[5000] = 512
+    rewrite_tokens(path, tokens)
 
 
 def zeros(path, first, count=20_000):
@@ -369,7 +352,7 @@ BAD_DATA = {
     "truncated train shard": (lambda s: cut(TRAIN, 30_001), [TRAIN.name, "14488.5 tokens", "says 44001"]),
     "truncated val shard": (lambda s: cut(VAL, 5_000), [VAL.name, "1988.0 tokens", "says 10745"]),
     "shard with a tail": (lambda s: TRAIN.write_bytes(TRAIN.read_bytes() + b"\0\0"), [TRAIN.name, "44002.0"]),
-    "token id in train": (lambda s: token_512(TRAIN, 5000), [TRAIN.name, "token 512", "vocab_size is 512"]),
+    "token id in train": (lambda s: token_512(TRAIN), [TRAIN.name, "token 512", "vocab_size is 512"]),
     "val tokens changed": (lambda s: patch(VAL, 1024 + 2 * 500, b"\x03\x00" * 40), [VAL.name, "sha256"]),
     "train tokens changed": (lambda s: patch(LATER, 1024 + 2 * 500, b"\x03\x00" * 40), [
         LATER.name, "sha256"]),
@@ -393,11 +376,6 @@ BAD_DATA = {
         [LATER.name, "documents sampled", "are in val"]),
     "a shard that the manifest does not know": (lambda s: shutil.copy(LATER, DATA / "toy_train_000007.bin"), [
         "toy_train_000007.bin is no train shard by its name or by manifest.json: move it out of toy"]),
-    "no val split": (lambda s: keep_files(slice(1, None)), ["toy", "val"]),
-    "no train split": (lambda s: keep_files(slice(1)), ["toy", "train"]),
-    "one shard of three": (lambda s: keep_files(slice(2)),
-                           ["307200 train tokens are needed", "max_epochs=1 of 44001"],
-                           dict(MAX_EPOCHS="1", ITERATIONS="300")),
     "more tokens than the epochs have": (None, ["819200 train tokens are needed", "max_epochs=2 of 120000"],
                                          dict(MAX_EPOCHS="2", BATCH_SCHEDULE="1,3", ITERATIONS="400")),
     "manifest cut": (lambda s: cut(MANIFEST, 300), ["manifest.json", "./run.sh data"]),
@@ -591,13 +569,11 @@ def test_a_model_is_scored_on_its_own_dataset(workplace, call, refused):
     assert "val bytes, the tokens" in refused(EVAL_FROM="a model.pt")
 
 
-def test_models_that_do_not_say_what_they_were_trained_on(workplace, call, refused):
-    """As those written before this was kept; files that hold no model of ours."""
+def test_models_that_do_not_say_what_they_were_trained_on(workplace, call):
+    """As those written before this was kept."""
     model_file("old.pt")
     code, out, _ = call(EVAL_FROM="old.pt", DATA_PATH=str(DATA))
     assert code == 0 and "eval_from=old.pt is older than the digests of data" in out
-    Path("damaged.pt").write_bytes(b"PK")
-    assert "damaged.pt is damaged or not from this trainer" in refused(EVAL_FROM="damaged.pt")
 
 
 @pytest.mark.parametrize("save_every, times", [("0", 5), ("100", 8)])
@@ -743,15 +719,6 @@ def test_the_plan_has_a_row_for_each_change_and_no_other(preset, steps):
     assert all(before[1:] != after[1:] for before, after in itertools.pairwise(rows))
 
 
-def test_the_plan_of_speedrun_plus():
-    table = [line.split() for line in plan.stage_lines(preset_config("speedrun_plus"))]
-    assert table[0][-3:] == ["doc_len", "next_weights", "prefix_weights"]
-    assert table[1] == "0 131072 16384 384 128 1.0000 896 1,0.5,0.25:0 0.25".split()
-    assert table[2] == "423 262144 32768 896 384 1.5200 2048 1,0.5:0 0.25:0".split()
-    assert table[3] == "847 393216 49152 1408 640 1.7300 2048 1 0".split()
-    assert table[4] == "1270 393216 49152 1664 768 1.7300 2048 1 0".split()
-
-
 # -------------------------------------------------------------------------------- as a program
 def test_the_program(workplace, refused):
     """As those start it who start torchrun themselves: from the checkout, or with it on the path."""
@@ -759,7 +726,3 @@ def test_the_program(workplace, refused):
     assert (done.code, done.err) == (0, "")
     assert "world_size:2" in done.out and done.out.endswith("\nnext: train_gpt.py\n")
     assert "3 ranks do not divide the 16 sequences" in refused("--ranks=3", **SMALL)
-
-
-def test_the_trainer_knows_nothing_of_it():
-    assert "preflight" not in SCRIPT.read_text("utf-8")

@@ -485,19 +485,6 @@ def test_the_page_shows_what_is_left_out_resumed_or_alone(tool, home):
     assert "the machine was busy" in said_by("README", made)[1]
 
 
-@pytest.mark.slow
-def test_the_board_lists_records_best_first(tool, home):
-    page = home / "records" / "README.md"
-    page.parent.mkdir()
-    shutil.copy(ROOT / "records" / "README.md", page)
-    made = [make(tool, "A", *THREE), make(tool, "B", "logs/b0", "logs/b1")]
-    made.sort(key=lambda path: folders.rank_key(folders.Folder(path)))
-    assert tool("board")[0] == 0
-    tiny = page.read_text().split("<!-- board tiny -->")[1].split("<!-- /board tiny -->")[0]
-    assert re.findall(r"\[(\d{4}-\d\d-\d\d_\w+)\]", tiny) == [path.name for path in made]
-    assert "version 5: fails data, runs" in tiny
-
-
 @pytest.mark.parametrize("game, head", [
     ("speedrun", "| record | time (s), mean and std | val_loss | n | p |"),
     ("gpt2", "| record | time (s), mean and std | core | val_bpb | n | p |"),
