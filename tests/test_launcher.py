@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import fork_server
 from helpers import OURS, ROOT, SCRIPT, TOY, look, on_terminal, run_cli, slow, wait_until
 from tools.run import guard, launch, preflight, pulse, surroundings, watch
 from train_gpt import Refused, load_config
@@ -504,10 +505,10 @@ def place(empty):
     return empty
 
 
-def driver(place, *argv, **env):
+def driver(place, *argv, python=sys.executable, **env):
     """The launcher, in a process group of its own, as by a shell with jobs."""
     env = dict(PATH=os.environ["PATH"]) | env
-    return subprocess.Popen([sys.executable, "driver.py", *argv], cwd=place, env=env, text=True,
+    return subprocess.Popen([python, "driver.py", *argv], cwd=place, env=env, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
 
 
@@ -785,13 +786,10 @@ sys.exit(train_gpt.main(sys.argv[1:], os.environ))
 """
 
 
-def start_real(real, marker, *argv, **env):
-    return driver(real, *argv, **SMALL | marker.env | env)
-
-
-def test_a_real_run(real, marker):
-    """From the plan to the last screen, with the weights of a bare run."""
-    code, out, err = ended(start_real(real, marker, "RUN_ID=a"), 300)
+def test_a_real_run(real):
+    """From the plan to the last screen, with the weights of a bare run. Its programs are forks, which is
+    quicker; those below have interpreters of their own."""
+    code, out, err = ended(driver(real, "RUN_ID=a", python=fork_server.start(), **SMALL), 300)
     assert (code, err) == (0, ""), err
     lines = out.splitlines()
     kinds = ["limits: ", "run folder: logs/a", "warmup before", "step:12/12 val_loss", "sample 1: ", "next: "]
@@ -844,7 +842,7 @@ def test_nothing_of_a_real_run_outlives_the_launcher(phase, sent, ranks, real, m
     seconds = "0.5" if phase == "train_step" else "3"
     env = dict(STAND_INS="1", RANKS=str(ranks), PAUSE=f"{phase}:{seconds}", SAVE_EVERY="3", PATIENCE="40",
                WORDS=json.dumps(slow_words(ranks, "a")))
-    process = start_real(real, marker, **env)
+    process = driver(real, **SMALL | marker.env | env)
     wait_for(process, "step:2/" if phase == "train_step" else "pausing in")
     process.send_signal(getattr(signal, f"SIG{sent}"))
     code, _, err = ended(process)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import fork_server
 from helpers import ROOT
 from records.judge import sequential, tries
 from records.judge.runs import Refused
@@ -219,6 +220,7 @@ def test_bad_tries_are_refused_before_anything_trains(place, tool, constants, wo
 
 def test_the_size_of_a_proxy_is_known_before_it_trains(tiny_data, tmp_path, monkeypatch):
     """By the real rules, and what the trainer refuses is refused."""
+    monkeypatch.setattr(sys, "executable", fork_server.start())
     monkeypatch.chdir(tmp_path)
     change = tries.Change("yours", ROOT / "train_gpt.py", {"iterations": 7, "train_batch_tokens": 1024})
     proxy = tries.Proxy("golf", 32, str(tiny_data / "data/datasets/toy"))
