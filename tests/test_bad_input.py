@@ -16,7 +16,7 @@ import helpers
 import train_gpt
 from helpers import (
     DATA, LATER, MANIFEST, MODEL, TOY, TRAIN, VAL, cut, edit_manifest, other_tokenizer, patch, rewrite_tokens,
-    run_cli, toy_config, toy_of, write_shard)
+    toy_config, toy_of, write_shard)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -242,13 +242,6 @@ def test_a_good_artifact_is_scored_and_not_contradicted(workplace, artifact, sma
 
 
 # -------------------------------------------------------------------------------- as a command
-def test_a_refusal_of_the_command(tiny_data, tmp_path):
-    (tmp_path / "data").symlink_to(tiny_data / "data")
-    done = run_cli(tmp_path, "--val-tokens=99999999", env=TOY)
-    assert done.code == 2 and not (tmp_path / "logs").exists()
-    assert done.err == "train_gpt: val_tokens=99999999, but toy has 10745 val tokens\n"
-
-
 def test_ranks_that_do_not_divide_a_step(go):
     done = go(TOY, ranks=3)
     assert done.codes == [2, 2, 2] and not done.folder.exists()

@@ -86,16 +86,11 @@ def test_a_failed_force_leaves_the_old_dataset(tmp_path, command, monkeypatch, m
 
 
 # --- folders elsewhere -----------------------------------------------------------------------------------
-def another_disk():
-    """A folder of another file system, or None."""
-    place = Path("/dev/shm")
-    return place if place.is_dir() and os.access(place, os.W_OK) else None
-
-
 @pytest.fixture
 def elsewhere(tmp_path):
     """A folder on another disk, if there is one; else one that lies deeper."""
-    place = another_disk() or tmp_path
+    memory = Path("/dev/shm")
+    place = memory if os.access(memory, os.W_OK) else tmp_path
     folder = place / f"elsewhere-{os.getpid()}" / "deep" / "er"
     folder.mkdir(parents=True)
     yield folder

@@ -132,10 +132,6 @@ def test_the_live_line_has_mfu_on_a_gpu():
     assert ", mfu:? of a card of tomorrow, " in progress.live()[1]
 
 
-def test_a_pipe_has_every_line(follow):
-    assert follow() == (LINES, "")
-
-
 # A run of 200 steps that validates on its way, and scores in further ways at its end: lines and events
 MIDDLE = [
     "data: embedded train tokens:25176420 in 1 shards, val tokens:429104", "run folder: logs/a",
