@@ -719,6 +719,12 @@ def test_the_plan_has_a_row_for_each_change_and_no_other(preset, steps):
     assert all(before[1:] != after[1:] for before, after in itertools.pairwise(rows))
 
 
+def test_the_plan_of_speedrun_plus():
+    table = [line.split() for line in plan.stage_lines(preset_config("speedrun_plus"))]
+    assert table[0][-3:] == ["doc_len", "next_weights", "prefix_weights"]
+    assert table[2] == "423 262144 32768 896 384 1.5200 2048 1,0.5:0 0.25:0".split()
+
+
 # -------------------------------------------------------------------------------- as a program
 def test_the_program(workplace, refused):
     """As those start it who start torchrun themselves: from the checkout, or with it on the path."""
