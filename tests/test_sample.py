@@ -384,7 +384,8 @@ def test_the_screen_of_a_run(tmp_path, monkeypatch, proxy, overrides, following)
                         "(35,269 tok/s)")
     record, plain = lines[1:3]
     newest = max((ROOT / "records/track_tiny").iterdir()).name.partition("_")[2]
-    assert re.fullmatch(rf"  0\.\d+ behind the record: val_bpb 0\.\d+ \({newest}, 5 seeds\)", record)
+    about = rf"\({newest}, 5 seeds at [\d,]+ tok/s\)"
+    assert re.fullmatch(rf"  0\.\d+ behind the record: val_bpb 0\.\d+ {about}", record)
     assert plain.startswith("  0.2057 ahead of a plain GPT: val_bpb 1.4221 (")
     assert lines[3] == f"in {tmp_path}/: train.log, final_model.int8.ptz (2.5 MB)"
     assert lines[4].startswith(following) and not lines[5:]

@@ -98,7 +98,8 @@ def goals_of(name: str, record: Folder | None) -> list[dict[str, Any]]:
     if record:
         s = describe(record.values("time" if track.rank == "time" else track.metric))
         mean = round(s.mean, 4)
-        about = f"{without_date(record.path.name)}, {s.n} seeds"
+        speed = describe([run.result["tok_per_s"] for run in record.runs]).mean
+        about = f"{without_date(record.path.name)}, {s.n} seeds at {speed:,.0f} tok/s"
     other = {"name": "the record", "metric": track.metric, "better": track.better, "value": mean,
              "about": about}
     if track.rank == "time":
