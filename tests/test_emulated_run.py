@@ -36,6 +36,8 @@ PLANTED = {
     "a token beyond the embedding": (
         "F.embedding(tokens, self.embed).to(dtype)", "F.embedding(tokens + 500, self.embed).to(dtype)",
         "tiny", "index out of"),
+    "the gradient of a scale that is summed in bf16": (
+        "class_scale.float()[sure]", "class_scale[sure]", "tiny", "compiled class_scale is off from fp32"),
     "gradients of the loss without its slope": (
         "most * part - norm) * (part - part * part)", "most * part - norm)", "golf_plus",
         "off from fp32"),
