@@ -242,7 +242,7 @@ def test_problems(found, words):
 
 
 def test_words_of_the_command():
-    args = static_gpu.parse(["golf", "NUM_LAYERS=2", "--gpu", "a100", "t4", "--ranks", "1", "2"])
+    args = static_gpu.parse(["golf", "--gpu", "a100", "t4", "--ranks", "1", "2", "NUM_LAYERS=2"])
     assert args.presets == ["golf"] and args.given == dict(NUM_LAYERS="2") and args.gpu == ["a100", "t4"]
     assert static_gpu.parse([]).presets == ["golf", "speedrun", "gpt2"]
 
