@@ -17,7 +17,7 @@ verify/   what a record folder claims: folders.py (the tracks' rules, folders on
           new_record.py (a folder from runs), rules.py (all rules in turn, which are in checks.py,
           evidence.py, of logs alone, and replay.py), source.py (what a script shows without running it),
           scripts.py (scripts by commit and preset), leak_probe.py
-judge/    what is better: runs.py (logs), scores.py (which scores compare), significance.py (means, t-tests,
+judge/    what is better: logs.py, scores.py (which scores compare), significance.py (means, t-tests,
           verdicts), trials.py (what trains or compares), tries.py (changes on proxies), sequential.py (their
           evidence)
 foreign/  trees of other projects: audit.py, and pages.py, what their pages claim
@@ -46,7 +46,7 @@ if __name__ == "__main__":  # our modules are those of this checkout, whatever e
 from data import inputs  # noqa: E402
 from records.foreign.audit import audit  # noqa: E402
 from records.judge import trials, tries  # noqa: E402
-from records.judge.runs import DIGITS, Refused, demand  # noqa: E402
+from records.judge.logs import DIGITS, Refused, demand  # noqa: E402
 from records.show import curves  # noqa: E402
 from records.show.board import BOARDS, board  # noqa: E402
 from records.show.board_page import write_page  # noqa: E402

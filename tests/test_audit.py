@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from records.judge import runs
+from records.judge import logs
 from test_record_stats import RULER, SOURCE, edit, golf_log, speedrun_log, speedrun_logs
 
 SCORES = {7: 1.20010321, 8: 1.20030522, 9: 1.20060723}
@@ -290,7 +290,7 @@ def test_logs_of_other_forms_are_read(tmp_path):
         "torchrun": "".join(f"[rank0]: {line}\n" for line in steps.splitlines())}
     for name, text in forms.items():
         (tmp_path / "x.log").write_text(text)
-        run = runs.read_log(tmp_path / "x.log")
+        run = logs.read_log(tmp_path / "x.log")
         assert run.finished and run.value("val_loss") == 3.5 and run.steps == 100, name
         assert run.time == 100 and (run.source == SOURCE.rstrip("\n")) == (name == "no versions"), name
 
@@ -300,7 +300,7 @@ def test_several_runs_in_a_file_are_told_apart(tool, tmp_path):
     part = ("trial {0} seed:{0}\nstep:0/10 val_loss:9.0 train_time:0s\n"
             "step:10/10 val_loss:3.27{0} train_time:9{0}s\n")
     (tmp_path / "x.log").write_text("".join(part.format(k) for k in (1, 2, 3)))
-    found = runs.read_logs(tmp_path / "x.log")
+    found = logs.read_logs(tmp_path / "x.log")
     assert [(run.seed, run.value("val_loss"), run.time) for run in found] == [
         (1, 3.271, 91), (2, 3.272, 92), (3, 3.273, 93)]
     assert "n=3 mean 3.2720" in tool("stats", tmp_path)[1]

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from helpers import ROOT
-from records.judge import runs, scores
+from records.judge import logs, scores
 
 VAL = "a" * 64
 TOKENIZER = "b" * 64
@@ -131,7 +131,7 @@ def test_events_tell_the_same_as_the_text(tmp_path):
     """Of a run of ours with and without events.jsonl."""
     write_side(tmp_path / "a", (1,), **PART | dict(tokens=2560))
     log, = tmp_path.glob("a/*/train.log")
-    by_text = runs.read_log(log)
+    by_text = logs.read_log(log)
     start = dict(kind="start", torch="2.13.0", hardware="1 ranks x 2 threads of X", config=by_text.config,
                  overrides={"val_tokens": ["0", "2560"]},
                  eval=dict(eval_tokens=2560, eval_context=256, eval_stride=256),
@@ -139,7 +139,7 @@ def test_events_tell_the_same_as_the_text(tmp_path):
                            sha256={"toy_val_000000.bin": VAL, "toy.model": TOKENIZER}))
     score = dict(kind="score", tag="final_int8_zlib_roundtrip", val_loss=4.701, val_bpb=None)
     (log.parent / "events.jsonl").write_text("\n".join([json.dumps(start), json.dumps(score), ""]))
-    by_events, = runs.read_runs(log)
+    by_events, = logs.read_runs(log)
     assert scores.facts_of(by_events, "val_loss") == scores.facts_of(by_text, "val_loss")
     assert by_events.partial and by_text.partial and scores.rows_of(by_events) == scores.rows_of(by_text)
 
@@ -161,7 +161,7 @@ def test_the_record_of_another_text_is_not_drawn(tmp_path):
     """In grey, beside runs whose losses do not compare with it."""
     from records.show import curves
     home = ROOT / "records/track_tiny"
-    mine = runs.load_runs([home / "2026-11-21_Baseline"])
+    mine = logs.load_runs([home / "2026-11-21_Baseline"])
     assert [*curves.record_to_beat(mine)] == [f"record {max(home.iterdir()).name.partition('_')[2]}"]
     for run in mine:
         run.eval["eval_tokens"] = "4096"

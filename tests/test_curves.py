@@ -4,7 +4,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from helpers import ROOT
-from records.judge import runs
+from records.judge import logs
 from records.show import curves
 
 
@@ -53,7 +53,7 @@ def test_several_runs_are_a_median_in_a_band(tool, figures, by, end):
     assert low < band.y0 < median.get_ydata().min() < median.get_ydata().max() <= band.y1 < high
     assert max(finals.get_xdata()) == pytest.approx(end, rel=0.02) and right > max(finals.get_xdata())
     # no curve before the first loss of a log
-    first = max(getattr(run.curves["train"][0], by) for run in runs.load_runs([home / "2026-11-21_Baseline"]))
+    first = max(getattr(run.curves["train"][0], by) for run in logs.load_runs([home / "2026-11-21_Baseline"]))
     assert median.get_xdata()[0] == pytest.approx(max(first, 0.02 * median.get_xdata()[-1]))
 
 
@@ -79,7 +79,7 @@ def test_a_part_of_val_is_the_curve_where_validations_are_few(tool, tmp_path, fi
     assert tool("plot", tmp_path, "--out", "x.png")[0] == 0
     axes = figures.pop().axes[0]
     assert axes.get_ylabel().startswith("loss on a part of val") and len(axes.get_lines()) == 4
-    old = runs.load_runs([ROOT / "records/track_tiny/2026-11-21_Baseline"], print)
+    old = logs.load_runs([ROOT / "records/track_tiny/2026-11-21_Baseline"], print)
     monkeypatch.setattr(curves, "record_to_beat", lambda runs: {"record of old": old})
     assert tool("plot", tmp_path, "--out", "x.png")[0] == 0
     assert figures.pop().axes[0].get_ylabel().startswith("loss on train"), "that record has no such curve"

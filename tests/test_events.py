@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from helpers import ROOT, TOY
-from records.judge import runs
+from records.judge import logs
 from test_logs import facts_of
 from test_record_stats import speedrun_log
 
@@ -55,7 +55,7 @@ def told(go, crashed, tmp_path_factory):
 
 
 def said_by_the_log(folder, pattern):
-    log = (folder / "train.log").read_text().rpartition(runs.RULER + "\n")[2]
+    log = (folder / "train.log").read_text().rpartition(logs.RULER + "\n")[2]
     return [" ".join(found) for found in re.findall(rf"^{pattern}$", log, re.M) for found in [
         found if isinstance(found, tuple) else (found,)]]
 
@@ -66,7 +66,7 @@ def test_an_event_is_what_the_line_says(kind, told):
     pattern, words = LINES[kind]
     count = 0
     for folder in told.values():
-        events = [event for event in runs.read_events(folder) if event["kind"] == kind]
+        events = [event for event in logs.read_events(folder) if event["kind"] == kind]
         by_events = [words.format(ms=1e3 * event.get("seconds", 0), **event) for event in events]
         assert by_events == said_by_the_log(folder, pattern), folder
         count += len(events)
@@ -77,7 +77,7 @@ def test_what_a_run_is_and_what_came_of_it(told):
     """`start` has the constants, overrides and fingerprints of the log, each time that the run begins;
     `result` is result.json; a checkpoint is told once it is on the disk."""
     folder = told["resumed"]
-    starts = [event for event in runs.read_events(folder) if event["kind"] == "start"]
+    starts = [event for event in logs.read_events(folder) if event["kind"] == "start"]
     assert [start["resumed"] for start in starts] == [False, True]
     config = []
     changed = []
@@ -91,14 +91,14 @@ def test_what_a_run_is_and_what_came_of_it(told):
         assert start["stop_reason"] is None
     assert said_by_the_log(folder, r"config (\w+=.*)") == config
     assert said_by_the_log(folder, r"override (\w+) (.*) -> (.*)") == changed
-    *_, last = runs.read_events(folder)
+    *_, last = logs.read_events(folder)
     assert last == {"kind": "result"} | json.loads((folder / "result.json").read_text())
-    saved = [event["step"] for event in runs.read_events(folder) if event["kind"] == "checkpoint"]
+    saved = [event["step"] for event in logs.read_events(folder) if event["kind"] == "checkpoint"]
     assert saved == [6, 12, 18, 24]
 
 
 def test_the_kinds_are_those_of_the_page(told):
-    found = {event["kind"] for folder in told.values() for event in runs.read_events(folder)}
+    found = {event["kind"] for folder in told.values() for event in logs.read_events(folder)}
     assert found == {*LINES, "start", "checkpoint"}
     page = (ROOT / "docs/running.md").read_text(encoding="utf-8")
     assert {*re.findall(r"^\| `(\w+)` \|", page, re.M)} == found
@@ -108,8 +108,8 @@ def test_the_kinds_are_those_of_the_page(told):
 def test_a_run_is_the_same_by_its_events_and_by_its_log(name, told):
     """All that compares runs: curves, scores, time, constants, what makes two runs one."""
     log = told[name] / "train.log"
-    (run,) = runs.read_runs(log)
-    text = runs.read_log(log)
+    (run,) = logs.read_runs(log)
+    text = logs.read_log(log)
     assert {key: value for key, value in vars(run).items() if key not in OF_THE_TEXT} == {
         key: value for key, value in vars(text).items() if key not in OF_THE_TEXT}
     assert run.source.strip() == text.source.strip()
@@ -123,8 +123,8 @@ def test_a_run_is_the_same_by_its_events_and_by_its_log(name, told):
             assert its.tokens is None or abs(point.tokens - its.tokens) <= slack
     for metric in ("val_bpb", "val_loss", "core", "time"):
         assert run.value(metric) == text.value(metric), metric
-    assert run.seed == text.seed and runs.recipe_of(run) == runs.recipe_of(text)
-    assert runs.identity(run) == runs.identity(text) and runs.same_losses(run, text)
+    assert run.seed == text.seed and logs.recipe_of(run) == logs.recipe_of(text)
+    assert logs.identity(run) == logs.identity(text) and logs.same_losses(run, text)
     assert run.finished == (name in ("resumed", "failed"))
     assert run.summary == {key: value for key, value in text.summary.items() if key in run.summary}
 
@@ -134,8 +134,8 @@ def test_a_torn_line_ends_where_the_run_goes_on(told):
     raw = (told["resumed"] / "events.jsonl").read_text()
     pattern = r'"step": 16, "tra\n\{"kind": "start", .*\n(\{.*\n)*\{"kind": "resume", "step": 12,'
     assert re.search(pattern, raw)
-    assert len(runs.read_events(told["resumed"])) == len(raw.splitlines()) - 1
-    assert runs.read_events(told["cut"])[-1]["kind"] in ("train", "checkpoint")
+    assert len(logs.read_events(told["resumed"])) == len(raw.splitlines()) - 1
+    assert logs.read_events(told["cut"])[-1]["kind"] in ("train", "checkpoint")
 
 
 def test_rank_0_alone_tells_events(go):
@@ -155,8 +155,8 @@ def test_without_events_of_ours_a_run_is_read_from_its_log(events, told, tmp_pat
     (folder / "events.jsonl").unlink()
     if events is not None:
         (folder / "events.jsonl").write_text(events)
-    (run,) = runs.read_runs(folder / "train.log")
-    assert facts_of(run) == facts_of(runs.read_log(folder / "train.log"))
+    (run,) = logs.read_runs(folder / "train.log")
+    assert facts_of(run) == facts_of(logs.read_log(folder / "train.log"))
     speedrun_log(tmp_path / "foreign" / "train.log", 3.2744, 69.993, total=1490)
-    (run,) = runs.read_runs(tmp_path / "foreign" / "train.log")
+    (run,) = logs.read_runs(tmp_path / "foreign" / "train.log")
     assert run.value("val_loss") == 3.2744

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers import SCRIPT, slow_but
-from records.judge import runs
+from records.judge import logs
 from records.verify import checks, evidence, folders, leak_probe, replay, scripts
 from test_record import (
     BASELINE, LONG, RECORDS, SETTINGS, WITH_COMPANION, few_data, forked_programs)
@@ -110,7 +110,7 @@ def test_diffs_compare_scripts_of_one_kind(here):
         lines = folders.code_diff(*scripts.of_one_kind(*pair)).splitlines()
         assert [line for line in lines if line[0] in "+-"] == [
             f"--- {name_before}", f"+++ {name_after}", "-golf_lr = 0.02", "+golf_lr = 0.03"]
-    with pytest.raises(runs.Refused, match="commit train_gpt.py before you train"):     # it has no recipes
+    with pytest.raises(logs.Refused, match="commit train_gpt.py before you train"):     # it has no recipes
         scripts.of_one_kind(record_of(old, "not committed", "tiny"), record_of(TINY, second, "tiny"))
 
 

@@ -201,9 +201,9 @@ PLANTED = [
     (asks_for_a_preset, TABLE + "x = 'golf_plus'\n", [
         TABLE + "cfg.preset == 'golf'\n", TABLE + "x in ('golf',)\n", TABLE + "x.startswith('tiny')\n"]),
     (path_edits, "import sys\nsys.argv\n", ["sys.path.insert(0, x)\n", "def f():\n    sys.path += [x]\n"]),
-    (bare_imports, "import train_gpt\nfrom data import inputs\nimport records.judge.runs\n", [
+    (bare_imports, "import train_gpt\nfrom data import inputs\nimport records.judge.logs\n", [
         "import inputs\n", "def f():\n    import prepare\n", "from judge import runs\n",
-        "from judge.runs import demand\n", "import run.watch\n", "from . import inputs\n",
+        "from judge.logs import demand\n", "import run.watch\n", "from . import inputs\n",
         "import helpers\n", "from tests.conftest import x\n"]),
     (packed_assignments, "a, b = f()\na = 1, 2\nfor a, b in (1, 2), (3, 4):\n    pass\n", [
         "a, b = 1, 2\n", "a, b = b, a\n", "c = (a, b) = 1, 2\n", "self.a, (b, c) = 1, f()\n"]),

@@ -21,7 +21,7 @@ import pytest
 import fork_server
 from data import inputs, prepare
 from helpers import sources
-from records.judge import runs
+from records.judge import logs
 from test_prepare import make_texts, prepared, read, snapshot, written
 
 TEXTS = make_texts(300)
@@ -253,7 +253,7 @@ def test_logs_beside_the_desktops_files(tmp_path):
     """The walk is also that of records/."""
     for name in ("a.log", "b.txt", "b.txt:Zone.Identifier", "__MACOSX/a.log", "._a.log", "a.log~"):
         written(tmp_path / name, "x")
-    assert [path.name for path in runs.find_logs(tmp_path)] == ["a.log", "b.txt"]
+    assert [path.name for path in logs.find_logs(tmp_path)] == ["a.log", "b.txt"]
 
 
 def test_text_that_looks_like_rows_is_said(tmp_path):

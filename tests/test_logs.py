@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from records.judge import runs
+from records.judge import logs
 from test_inputs import ENCODINGS, encoded
 from test_record_stats import RULER, SOURCE, golf_log, speedrun_log
 
@@ -17,7 +17,7 @@ def plain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
     speedrun_log(folder / "speedrun.txt", 3.2744, 69.993, source=SHORT, total=1490)
     golf_log(folder / "golf.log", 7, 2.02857127, 1.20143417, 15_000_000, SHORT)
-    return {path.stem: (path.read_text(), runs.read_log(path)) for path in folder.iterdir()}
+    return {path.stem: (path.read_text(), logs.read_log(path)) for path in folder.iterdir()}
 
 
 # --- what may be around the lines of a log: text -> text or bytes ----------------------------------------
@@ -89,7 +89,7 @@ def test_the_numbers_are_those_of_the_plain_log(tmp_path, plain, kind, way):
     changed = WAYS[way](text)
     path = tmp_path / f"{kind}.TXT"
     path.write_bytes(changed.encode() if isinstance(changed, str) else changed)
-    run = runs.read_log(path)
+    run = logs.read_log(path)
     assert facts_of(run) == facts_of(wanted)
     assert kind == "golf" or (run.value("val_loss"), run.time) == (3.2744, 69.993)
 
@@ -98,5 +98,5 @@ def test_the_numbers_are_those_of_the_plain_log(tmp_path, plain, kind, way):
 def test_a_damaged_number_is_no_other_number(tmp_path, plain, damage):
     text, wanted = plain["speedrun"]
     (tmp_path / "x.log").write_text(text.replace("3.2744", damage))
-    run = runs.read_log(tmp_path / "x.log")
+    run = logs.read_log(tmp_path / "x.log")
     assert run.value("val_loss") is None and run.curves["val"] == wanted.curves["val"][:-1]

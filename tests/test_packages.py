@@ -32,7 +32,7 @@ def place(tmp_path_factory):
     (root / "theirs").mkdir()
     for name in names - {"__init__"}:
         (root / "theirs" / f"{name}.py").write_text(f"raise SystemExit('the {name} of somebody else')\n")
-    assert {"inputs.py", "runs.py", "tools.py"} < {path.name for path in (root / "theirs").iterdir()}
+    assert {"inputs.py", "logs.py", "tools.py"} < {path.name for path in (root / "theirs").iterdir()}
     (root / "logs/x").mkdir(parents=True)
     (root / "logs/x/train.log").write_text("step:1/1 val_loss:3.2000 train_time:1000ms step_avg:1.00ms\n")
     (root / "text").mkdir()

@@ -17,7 +17,7 @@ import torch
 import train_gpt
 from helpers import (
     ROOT, SCRIPT, TOY, library_documents, load_module, slow, slow_but, tokens_of, write_dataset)
-from records.judge import runs
+from records.judge import logs
 from records.show import board
 from records.verify import checks, evidence, folders, leak_probe, new_record, replay, rules, source
 from test_record_stats import edit, failed_rules, forked_programs
@@ -180,7 +180,7 @@ def renew(folder):
 def sealed(log, script=b""):
     """The bytes of a log with the sha256 of its lines computed anew, as a liar would. script: what a log
     that leaves it out began with."""
-    before = script + b"\n" if log.startswith(runs.RULER.encode()) else b""
+    before = script + b"\n" if log.startswith(logs.RULER.encode()) else b""
     for found in evidence.LOG_DIGEST.finditer(log):
         digest = folders.sha256(before + log[:found.start()])
         log = log[:found.start(1)] + digest.encode() + log[found.end(1):]

@@ -10,7 +10,7 @@ import pytest
 
 import fork_server
 from helpers import ROOT
-from records.judge import runs, significance
+from records.judge import logs, significance
 from records.judge.significance import judge
 
 RULER = "=" * 100
@@ -189,7 +189,7 @@ def test_newer_golf_logs(tmp_path):
         "stopping_early: wallclock_cap train_time: 595546ms step: 4902/20000\n"
         "quantized_sliding_window val_loss:2.37 val_bpb:1.0829 eval_time:90000ms\n"
         "quantized_ttt val_loss:2.36000000 val_bpb:1.08100000 eval_time:370000ms\n")
-    run = runs.read_log(tmp_path / "train.log")
+    run = logs.read_log(tmp_path / "train.log")
     assert run.source is None and run.time == 595.546 and run.finished and run.value("val_bpb") == 1.081
     assert run.curves["val"][0][:3] == (4902, pytest.approx(534), 2.3544)
 
@@ -228,7 +228,7 @@ GARBAGE = {
     "binary": lambda folder: (folder / "train.log").write_bytes(os.urandom(5000) + b"\0"),
     "json": lambda folder: (folder / "submission.json").write_text('{"rules_version": 1, "tra'),
     "huge": huge,
-    "many": lambda folder: [(folder / f"{i}.log").touch() for i in range(runs.MAX_LOGS + 1)],
+    "many": lambda folder: [(folder / f"{i}.log").touch() for i in range(logs.MAX_LOGS + 1)],
     "absent": lambda folder: folder.rmdir(),
 }
 
@@ -237,7 +237,7 @@ GARBAGE = {
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_garbage_is_refused_in_one_sentence(tool, tmp_path, monkeypatch, command, kind):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "MAX_LOGS", 20)
+    monkeypatch.setattr(logs, "MAX_LOGS", 20)
     folder = tmp_path / "x"
     folder.mkdir()
     GARBAGE[kind](folder)
@@ -310,7 +310,7 @@ def test_equal_runs_are_seldom_called_better_and_real_gains_mostly():
 def test_a_log_in_the_current_folder(monkeypatch):
     """Its own folder is not one below a record's."""
     monkeypatch.chdir(ROOT / "records/track_tiny/2026-11-21_Baseline")
-    assert len(runs.load_runs(["train.log"])) == 1 and len(runs.load_runs(["."])) == 5
+    assert len(logs.load_runs(["train.log"])) == 1 and len(logs.load_runs(["."])) == 5
 
 
 def test_too_few_runs_say_how_many_are_needed():

@@ -16,7 +16,7 @@ import torch
 import train_gpt
 from helpers import ROOT, TOY, train_tokenizer
 from tools.run import sample, show
-from records.judge.runs import Refused
+from records.judge.logs import Refused
 from tools.run.sample import Opened, Settings, Text
 
 RUN = TOY | dict(RUN_ID="first", SAVE_EVERY="10", VAL_TOKENS="2048")

@@ -11,7 +11,7 @@ from scipy import stats
 import fork_server
 from helpers import ROOT
 from records.judge import sequential, tries
-from records.judge.runs import Refused
+from records.judge.logs import Refused
 from records.judge.sequential import Noise, Series, series_of
 
 # A trainer that knows --proxy and is quick: its loss follows seed, width, text, flags and edits

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from data import inputs
 from records.foreign import pages
 from records.foreign.pages import CONTRADICTION, NO_EVIDENCE, Finding
-from records.judge.runs import (
+from records.judge.logs import (
     DATE, FINAL, RULER, STEP, Refused, Run, demand, identity, plain_text, recipe_of, same_losses)
 from records.judge.significance import describe, p_term, target_test
 from records.verify import source

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from records.judge.runs import Run, identity, score_kind, show
+from records.judge.logs import Run, identity, score_kind, show
 from records.judge.significance import describe
 from records.verify.folders import Folder
 

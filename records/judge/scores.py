@@ -7,7 +7,7 @@ as equal, and a warning names the log.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from records.judge.runs import Run, demand, name_of, score_kind
+from records.judge.logs import Run, demand, name_of, score_kind
 
 # Names of what is compared. Where tokenizers differ, val_bpb still compares by the text alone
 TEXT = ("text", "val bytes", "kind of score", "scored weights")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from records.judge.runs import HIGHER_IS_BETTER, show
+from records.judge.logs import HIGHER_IS_BETTER, show
 
 ALPHA = 0.025       # of compare: one-sided level
 POWER = 0.9         # how surely an effect that compare names is found

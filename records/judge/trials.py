@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from records.judge.runs import (
+from records.judge.logs import (
     Run, demand, demand_no_dead_link, demand_samples, demand_seed, equal_point, identity, load_runs, name_of,
     pick_metric, read_log, read_runs, same_losses, show, why_not_another)
 from records.judge.significance import (

@@ -21,7 +21,7 @@ import numpy as np
 
 from data import inputs
 from records.judge import sequential
-from records.judge.runs import (
+from records.judge.logs import (
     Refused, Run, demand, demand_seed, make_folder, read_log, read_runs, remove_folder,
     why_not_another)
 from records.judge.scores import demand_comparable

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data import inputs
-from records.judge.runs import demand, show
+from records.judge.logs import demand, show
 from records.judge.significance import describe, show_p
 from records.show.labels import without_date
 from records.verify import folders

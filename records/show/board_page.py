@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from records.judge.runs import Run, make_folder, show
+from records.judge.logs import Run, make_folder, show
 from records.judge.significance import describe
 from records.judge.scores import name_of_metric, partial_line
 from records.show.board_chart import chart_of, colors_of

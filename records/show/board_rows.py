@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data import inputs
-from records.judge.runs import DATE, Refused, Run, demand, find_logs, read_runs
+from records.judge.logs import DATE, Refused, Run, demand, find_logs, read_runs
 from records.judge.significance import describe
 from records.judge.scores import differences, part_of_val
 from records.show.labels import NEVER_TOLD, without_date

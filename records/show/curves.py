@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from records.judge.runs import Run, demand, load_runs, make_folder, mean_curve, points_with
+from records.judge.logs import Run, demand, load_runs, make_folder, mean_curve, points_with
 from records.judge.scores import differences
 from records.show.labels import telling_names, without_date
 from records.verify import folders

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data import inputs
-from records.judge.runs import Refused, demand_no_dead_link, make_folder
+from records.judge.logs import Refused, demand_no_dead_link, make_folder
 from tools.run.script import BANNER, script
 
 LOAD = '''

@@ -2,7 +2,7 @@
 import re
 import textwrap
 
-from records.judge.runs import Run
+from records.judge.logs import Run
 
 STAMPED = re.compile(r"\d{8}_\d{6}")        # in a name that the trainer or a tool made up
 DATED = re.compile(r"20\d\d-\d\d-\d\d_")    # how the folder of a record begins

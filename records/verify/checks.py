@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import inputs
-from records.judge.runs import Refused, Run
+from records.judge.logs import Refused, Run
 from records.judge.significance import describe, test_line
 from records.judge.scores import differences
 from records.verify import leak_probe, scripts, source

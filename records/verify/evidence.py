@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from data import inputs
-from records.judge.runs import RESUMED, RULER, Run, same_losses
+from records.judge.logs import RESUMED, RULER, Run, same_losses
 from records.show.curves import draw_record
 from records.verify import scripts
 from records.verify.checks import LeftOut, Rule, digest_of_model, require, same, same_values

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data import inputs
-from records.judge.runs import (
+from records.judge.logs import (
     DATE, HIGHER_IS_BETTER, Refused, Run, demand, demand_no_dead_link, find_logs, outermost,
     read_log, read_logs, show)
 from records.judge.significance import Stats, Test, describe, stats_line, test_line, target_test, welch_test

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data import inputs
-from records.judge.runs import RULER, Refused, Run, demand, demand_no_dead_link, demand_samples, remove_folder
+from records.judge.logs import RULER, Refused, Run, demand, demand_no_dead_link, demand_samples, remove_folder
 from records.judge.scores import demand_comparable
 from records.verify import folders
 from records.verify.checks import ARTIFACT_LIMIT, same, same_values

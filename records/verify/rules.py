@@ -2,7 +2,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 
-from records.judge.runs import Refused, demand
+from records.judge.logs import Refused, demand
 from records.verify import checks, evidence, leak_probe, replay
 from records.verify.checks import DAMAGE, LeftOut, Rule
 from records.verify.folders import Folder

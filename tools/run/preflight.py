@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from records.judge.runs import read_events
+from records.judge.logs import read_events
 from tools.run.dataset import check_dataset, command, command_for, has_shards, missing_data
 from tools.run.guard import TORCHRUN
 from tools.run.machine import check_launch, find_machine

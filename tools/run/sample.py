@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from data import inputs
-from records.judge.runs import Refused, demand, demand_no_dead_link, read_events
+from records.judge.logs import Refused, demand, demand_no_dead_link, read_events
 from train_gpt import brief, file_sha256
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data import inputs
-from records.judge.runs import Refused, demand, read_events, run_of_events
+from records.judge.logs import Refused, demand, read_events, run_of_events
 from records.judge.scores import partial_line
 from records.show import board, curves
 from records.verify.folders import NEWEST, RULES, track_of
