@@ -194,7 +194,8 @@ def test_baselines_and_other_groups_are_no_entries(tool, tmp_path):
     ("track_2_medium", "2025-12-01", [2.9197], ""),
     ("track_2_medium", "2025-12-01", [2.9203], "contradiction: the mean of 1 run, 2.92030, is above"),
     ("track_3_optimization", "20260501", [3.2789, 3.2789, 3.2788], "no evidence: the mean of 3 runs, 3.2"),
-    ("track_3_optimization", "20260501", [3.2759], ""), ("elsewhere", "2025-12-01", [3.4], "")])
+    ("track_3_optimization", "20260501", [3.2759], ""), ("elsewhere", "2025-12-01", [3.4], ""),
+    ("track_3_optimization", "20260501", [3.2773, 3.2774, 3.2775], "")])
 def test_each_track_has_its_target_and_test(tool, tmp_path, track, date, losses, words):
     folder = tmp_path / track / f"{date}_x"
     speedrun_logs(folder, losses, [132.0, 132.1, 132.2])

@@ -19,7 +19,9 @@ def test_a_card_is_known_by_its_name(name, key):
 
 def test_peaks_are_dense_and_of_the_card():
     peaks = {key: cards.peak_flops(card.name) / 1e12 for key, card in cards.CARDS.items()}
-    assert peaks["5090"] == 209.5 and peaks["b200"] == peaks["b300"] == 2250 and peaks["t4"] == 0
+    assert peaks == pytest.approx({
+        "h100": 989.4, "h200": 989.4, "a100": 312, "b200": 2250, "b300": 2250, "5090": 209.5,
+        "pro6000": 503.8, "4090": 165.2, "3090": 71, "l4": 121, "t4": 0})
     assert cards.peak_flops("NVIDIA H200 NVL") == 835.5e12 and cards.peak_flops("NVIDIA Made Up") == 0
     for key, card in cards.CARDS.items():
         assert card.fp8_peak == pytest.approx(2 * card.peak, rel=1e-3) or not card.fp8_peak, key

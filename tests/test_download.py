@@ -259,9 +259,10 @@ def check_manifest(folder, files, sp, train, revision="a" * 40):
 
 
 def test_download_again_and_extend(hub, call, repository, tmp_path):
+    hub.faults[TOKENIZER] = ["corrupt"]         # which git's digest tells, as it is no LFS file
     answer = call("-n", 2)
     assert answer.err == "" and "5 files verified, 5 of them downloaded now" in answer.out
-    assert sorted(hub.fetched()) == sorted([TOKENIZER, *TRAIN[:2], *VAL])
+    assert sorted(hub.fetched()) == sorted([TOKENIZER, TOKENIZER, *TRAIN[:2], *VAL])
     check_manifest(tmp_path, *repository, 2)
     for n, shards, fetched in [(2, 2, []), (3, 3, [TRAIN[2]]), (0, 4, [TRAIN[3]]), (1, 1, [])]:
         call("-n", n)

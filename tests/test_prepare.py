@@ -250,9 +250,12 @@ def test_second_run(tmp_path, texts):
     assert snapshot(tmp_path / "out") == before
     run(*command, "--vocab-size", 401, "--force")
     model = tmp_path / "out/tokenizers/toy.model"
-    model.unlink()
-    run(*command, "--vocab-size", 401)          # what is not whole is made again
     assert spm.SentencePieceProcessor(model_file=str(model)).vocab_size() == 401
+    made = model.read_bytes()
+    for spoil in (model.unlink, lambda: model.write_bytes(b"a tokenizer of another text")):
+        spoil()
+        run(*command, "--vocab-size", 401)      # what is not whole is made again
+        assert model.read_bytes() == made
 
 
 @pytest.mark.parametrize("changed", [lambda texts: texts[:-1], lambda texts: texts[1:] + texts[:1],

@@ -422,6 +422,11 @@ def test_the_evaluation_can_be_run_again(tool, home, toy, monkeypatch):
     monkeypatch.setattr(checks, "rerun", lambda *args: other)
     with pytest.raises(checks.Broken, match="val_bpb is 9.0 evaluated again"):
         checks.check_rerun(folder, options)
+    # another artifact of the second run, which the submission lists
+    bit("final_model_seed1.int8.ptz")(folder.path)
+    renew(folder.path)
+    word, text = said_by("files", folder.path)
+    assert word == "FAIL" and text.startswith("final_model_seed1.int8.ptz: sha256 is")
 
 
 def test_a_second_record_with_runs_of_the_first(tool, home):
@@ -458,6 +463,8 @@ def changed_result(**values):
     ("have the same losses", ["logs/a0", "logs/a0", *THREE[1:]], None),
     ("run a2 has the same code", THREE[:2], None),
     ("run a2 has the same code", [*THREE[:2], "--exclude", "a2="], None),
+    ("run a2 has the same code", ["elsewhere/a0", "elsewhere/a1"],
+     lambda logs: logs.rename(logs.with_name("elsewhere"))),
     ("a1/result.json: No such file", THREE, gone("a1/result.json")),
     ("a1/train.log: No such file", THREE, gone("a1/train.log")),
     ("result.json is no JSON", THREE, lambda logs: (logs / "a1/result.json").write_text('{"seed": 1, "va')),
@@ -700,6 +707,21 @@ def test_a_replay_that_ends_by_itself(tmp_path):
     with pytest.raises(checks.Broken, match="ended before step 3: no data"):
         replay.until_step(3, ["bash", "-c", "echo no data"], tmp_path, env, 60)
     assert replay.until_step(3, ["bash", "-c", "echo begun; sleep 60"], tmp_path, env, 0.5) == ["begun"]
+
+
+def test_a_replay_is_of_the_seed_that_is_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "data/datasets/toy").mkdir(parents=True)
+    monkeypatch.setattr(replay, "ROOT", tmp_path)
+    log = "step:1/1 train_loss:{}.0 train_time:1ms"
+    monkeypatch.setattr(replay, "train_again", lambda _, result, *rest: [log.format(result["seed"])])
+    folder = SimpleNamespace(runs=[
+        run_of(dict(seed=seed, hardware="1 ranks x 2 threads of a CPU", torch=torch.__version__,
+                    data=dict(name="toy")), body=log.format(told)) for seed, told in ((1, 1), (2, 3))])
+    options = SimpleNamespace(replay=1, seed=None, seconds=LONG)
+    assert replay.check_replay(folder, options).startswith("train.log: 1 losses up to step 1 are the same")
+    options.seed = 2
+    with pytest.raises(checks.Broken, match="step 1: train_loss 3.0, in the replay 2.0"):
+        replay.check_replay(folder, options)
 
 
 def test_a_folder_that_new_left_behind_is_no_record(tmp_path, monkeypatch):

@@ -322,6 +322,8 @@ def test_too_few_runs_say_how_many_are_needed():
     for std in (0.001, 0.04):       # detectable and needed are inverse
         for n in (3, 6, 14):
             assert significance.runs_needed(significance.detectable(std, n) * 1.0001, std) == n
+    found = judge([1.35, 1.351, 1.352], [1.34, 1.342, 1.341], "val_bpb")
+    assert found["interval"][0] < found["difference"] < found["interval"][1] < 0
     # higher CORE is better
     assert judge([0.25, 0.251, 0.249], [0.27, 0.271, 0.269], "core")["verdict"] == "better"
     assert significance.target_test([0.26, 0.262, 0.261], 0.256525, "core").p < 0.01
