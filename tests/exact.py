@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tools.gpu.parts import ON_STAND_IN, Call, Subject, attention_inputs, by_kernels, loss_inputs
+from tools.gpu.parts import ON_STAND_IN, Call, attention_inputs, by_kernels, loss_inputs
+from tools.gpu.subject import Subject
 from tools.run import plan
 
 MOST_ERROR = 0.02  # relative, of a result in bf16

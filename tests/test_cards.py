@@ -56,6 +56,8 @@ def test_mfu_of_a_run():
     assert 0.2 < early < late < 0.5
     fp8 = result_of("gpt2", EIGHT, 1e6, 100)
     assert plan.mfu(fp8).endswith(" in fp8, of 8 x 1979 TFLOP/s")
+    uncapped = fp8 | dict(config=fp8["config"] | dict(logit_softcap="0"))
+    assert plan.mfu(uncapped).endswith(" in bf16, of 8 x 989 TFLOP/s")
     assert plan.mfu(fp8 | dict(hardware="8x NVIDIA A100-SXM4-80GB")).endswith(" in bf16, of 8 x 312 TFLOP/s")
     assert plan.mfu(result_of("golf", "1x NVIDIA Made Up", 1e6, 9)).startswith("mfu:? of NVIDIA Made Up, ")
     assert plan.mfu(result_of("tiny", "2 ranks x 1 threads of AMD EPYC", 1e4, 9)) == ""

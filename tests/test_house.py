@@ -202,7 +202,7 @@ PLANTED = [
         TABLE + "cfg.preset == 'golf'\n", TABLE + "x in ('golf',)\n", TABLE + "x.startswith('tiny')\n"]),
     (path_edits, "import sys\nsys.argv\n", ["sys.path.insert(0, x)\n", "def f():\n    sys.path += [x]\n"]),
     (bare_imports, "import train_gpt\nfrom data import inputs\nimport records.judge.logs\n", [
-        "import inputs\n", "def f():\n    import prepare\n", "from judge import runs\n",
+        "import inputs\n", "def f():\n    import prepare\n", "from judge import logs\n",
         "from judge.logs import demand\n", "import run.watch\n", "from . import inputs\n",
         "import helpers\n", "from tests.conftest import x\n"]),
     (packed_assignments, "a, b = f()\na = 1, 2\nfor a, b in (1, 2), (3, 4):\n    pass\n", [

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from records.judge import logs
 from tools.run import watch
 from tools.run.guard import Guarded
 from tools.run.pulse import Pulse
@@ -123,8 +124,11 @@ def test_the_live_line_has_mfu_on_a_gpu():
     assert "mfu" not in progress.live()[1]
     progress.gpus = ["NVIDIA H100 80GB HBM3"] * 2
     assert ", 989,400 tok/s, mfu:1.000 in bf16, " in progress.live()[1]
-    line = "step:80/100 train_loss:2.0000 train_time:10000ms step_avg:125.00ms tok/s:989400 lr_factor:1.000"
-    assert progress.with_mfu(line) == line + " mfu:1.000 in bf16"
+    line = ("step:80/100 train_loss:2.0000 train_time:10000ms step_avg:125.00ms tok/s:989400 lr_factor:1.000 "
+            "eta:3s mean_loss:2.1000")
+    shown = progress.with_mfu(line)
+    assert shown == line.replace(" lr_factor", " mfu:1.000 in bf16 lr_factor")
+    assert logs.STEP.match(shown).groups() == logs.STEP.match(line).groups()
     assert progress.with_mfu("step:80/100 val_loss:2.0000") == "step:80/100 val_loss:2.0000"
     progress.dtype = "fp8"
     assert ", mfu:0.500 in fp8, " in progress.live()[1]

@@ -1,4 +1,4 @@
-"""What runs logged: theirs and ours, read into Run; whether two logs are of one run; curves of several.
+"""Reads logs, ours and other projects', into Run; tells whether two logs are of one run; averages curves.
 
 Reads the logs of this project and, as they are, of modded-nanogpt and parameter-golf: first the script's own
 source, full of strings that look like results, then versions and hardware, then the lines of the run.

@@ -1,4 +1,4 @@
-"""What a GPU would compute, without one: stand_in.py's, with results.
+"""What a GPU would compute, without one: the stand-in of stand_in.py, with results.
 
 The stand-in's device memory is host memory that nothing fills. Here it is filled: an operator that torch
 would run on the GPU first runs its own CUDA code, which checks dtypes, sides and layouts and allocates but

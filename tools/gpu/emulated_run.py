@@ -106,8 +106,8 @@ def say(line: str) -> None:
 
 # ---------- steps against fp32
 def off_values(model: Model, seed: int) -> dict[str, Tensor]:
-    """The init with noise, so that what starts as zero has gradients, too. Of MUDD less, since sums of layers
-    that almost cancel put bf16 a third off fp32 by itself."""
+    """The init with noise, so that parameters that start at zero have gradients, too. A model with MUDD gets
+    a tenth of that noise: its sums of layers nearly cancel, which alone puts bf16 a third off fp32."""
     draw = torch.Generator().manual_seed(seed)
     noise = 0.1 if hasattr(model.cfg, "mudd_dim") else 1.0
     values = train_gpt.init_parameters(model, seed)
@@ -151,8 +151,10 @@ class Machine:
         context = model.context(inputs.size(1), team.device, team.dtype, stage)
         model.update_context(context, stage.begins)
         loss = self.loss(inputs, targets, context, *model.candidates(inputs, targets))
+        # fp8's fixed scales are those of a summed loss
+        factor = inputs.numel() if stage.loss_factor != 1 else 1
         names = [name for bank in self.run.optimizer.banks for name in bank.names]
-        gradients = torch.autograd.grad(loss, self.run.optimizer.params, materialize_grads=True)
+        gradients = torch.autograd.grad(factor * loss, self.run.optimizer.params, materialize_grads=True)
         kinds: dict[str, list[Tensor]] = {}
         for name, gradient in zip(names, gradients):
             kinds.setdefault(train_gpt.kind_of(name), []).append(gradient.float().cpu().flatten())

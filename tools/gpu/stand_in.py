@@ -1,8 +1,8 @@
-"""A stand-in for a GPU: what lies below torch, Inductor and Triton is replaced, and they run as they are.
+"""A stand-in for a GPU: torch, Inductor and Triton run unchanged, and what lies below them is replaced.
 
-stand_in.c stands for the driver, the CUDA runtime and cuBLAS. It says that it is a card of cards.py, hands
-out address space within that card's memory, launches nothing, refuses what the GPU would refuse, and writes
-down every launch, product, copy and wait.
+stand_in.c stands for the driver, the CUDA runtime and cuBLAS. It presents itself as one of the cards in
+cards.py, hands out address space within that card's memory, launches nothing, refuses what the GPU would
+refuse, and writes down every launch, product, copy and wait.
 """
 
 from __future__ import annotations

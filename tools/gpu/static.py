@@ -337,10 +337,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--against", type=argparse.FileType(), help="file of --json: print what changed")
     parser.add_argument("--cache", help="folder of compiled kernels; by default all are compiled anew")
     parser.add_argument("--run", action="store_true", help="toy runs with results: all presets by default")
-    given = [word for word in argv if re.match(r"\w+=", word)]  # anywhere, also after --ranks
-    args = parser.parse_args([word for word in argv if word not in given])
-    args.given = dict([word.split("=", 1) for word in given])
-    args.presets = args.words
+    constants = [word for word in argv if re.match("[A-Z][A-Z0-9_]*=", word)]  # also after --ranks
+    args = parser.parse_args([word for word in argv if word not in constants])
+    constants += [word for word in args.words if "=" in word]
+    args.given = dict([word.split("=", 1) for word in constants])
+    args.presets = [word for word in args.words if "=" not in word]
     if not args.presets:
         args.presets = [*PRESETS] if args.run else ["golf", "speedrun", "gpt2"]
     return args

@@ -83,10 +83,11 @@ def peak_flops(name: str, dtype: str = "bf16") -> float:
 
 def mfu_text(flops: float, names: Sequence[str], dtype: str) -> str:
     """Model FLOPs utilization: model FLOP/s over the dense peak of these GPUs in the dtype of most products.
-    names: of the GPUs, as torch tells them. dtype: bf16 or fp8; cards without fp8 count by bf16."""
-    if not peak_flops(names[0], dtype):
+    names: of the GPUs, as torch tells them. dtype: bf16 or fp8; bf16 counts if one of them lacks fp8."""
+    if not all([peak_flops(name, dtype) for name in names]):
         dtype = "bf16"
-    peak = sum([peak_flops(name, dtype) for name in names])
-    if not peak:
-        return f"mfu:? of {names[0]}, whose peak is unknown"
+    peaks = [peak_flops(name, dtype) for name in names]
+    if not all(peaks):
+        return f"mfu:? of {names[peaks.index(0)]}, whose peak is unknown"
+    peak = sum(peaks)
     return f"mfu:{flops / peak:.3f} in {dtype}, of {len(names)} x {peak / len(names) / 1e12:.0f} TFLOP/s"

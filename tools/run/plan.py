@@ -4,7 +4,7 @@ import math
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,10 +91,16 @@ def fp8_part(cfg: Any, on_gpu: bool) -> str:
 
 
 def dtype_of_products(cfg: Any) -> str:
-    """fp8 or bf16: that of most products in training on a GPU that has both."""
+    """fp8 or bf16: the dtype of most training matmuls on a GPU that has both."""
     constants = vars(cfg)
     blocks = constants.get("fp8_qkv", True) and constants.get("fp8_mlp", True)
-    return "fp8" if constants.get("fp8", "off").endswith("all") and blocks else "bf16"
+    if not (constants.get("fp8", "off").endswith("all") and blocks):
+        return "bf16"
+    try:
+        train_gpt.fp8_part(replace(cfg, fp8="all"), False)
+    except train_gpt.Refused:  # sizes or a softcap for which auto-all is off
+        return "bf16"
+    return "fp8"
 
 
 def counted_bytes(cfg: Any) -> int:

@@ -1,7 +1,7 @@
 """What a run looks like: a live line, signals that are passed on, LOGGER. launch.py shows runs by it.
 
-On a terminal one live line stands for the log lines, which train.log keeps: the stage, and in training loss,
-bits per byte, tok/s and the time left. Elsewhere every line passes as it is, train_loss on a GPU with MFU.
+On a terminal one live line replaces the log lines, which train.log keeps: the stage, and in training loss,
+bits per byte, tok/s, on GPUs MFU, and the time left. Elsewhere every line passes; train_loss lines get MFU.
 LOGGER=tensorboard | wandb | trackio hands scalars, constants and samples on.
 """
 import math
@@ -52,7 +52,7 @@ class Progress:
         self.stopped = False                # training, by a cap
         self.gpus: list[str] = []           # the card of each rank
         self.flops: list[tuple[int, float]] = []    # (first step of a stage, its FLOPs per token)
-        self.dtype = "bf16"                 # of most products
+        self.dtype = "bf16"                 # of most matmuls
 
     def read(self, line: str) -> str | None:
         """Takes a line in. Returns what a terminal shows of it; None: nothing."""
@@ -81,16 +81,17 @@ class Progress:
             self.began = time.monotonic()
 
     def mfu(self, step: int, rate: float) -> str:
-        """Of these GPUs at so many tok/s."""
+        """MFU of these GPUs at this many tok/s."""
         flops = [each for first, each in self.flops if first <= step][-1]
         return cards.mfu_text(flops * rate, self.gpus, self.dtype).partition(", ")[0]
 
     def with_mfu(self, line: str) -> str:
-        """A line of train.log; with MFU if it has the train_loss of a run on GPUs."""
+        """A line of the log, with MFU added if it is a train_loss line of a run on GPUs."""
         found = TRAIN_LINE.match(line)
         if not self.gpus or not found:
             return line
-        return f"{line} {self.mfu(int(found[1]), int(found[2]))}"
+        end = found.end()  # what reads logs expects mean_loss at the end of the line
+        return f"{line[:end]} {self.mfu(int(found[1]), int(found[2]))}{line[end:]}"
 
     def live(self) -> tuple[float | None, str]:
         """(part done or None, text) of the live line now."""
