@@ -2144,7 +2144,7 @@ def warm_up(run: Run) -> None:
         # one tensor as tokens and as targets would make another graph
         batch = (tokens, tokens.clone(), *run.model.candidates(tokens, tokens))
         micro = run.micro * cfg.train_seq_len // T
-        # with its own schedule, as lm_head is untied in a later stage
+        # each stage's own schedule, so that updates that a later one changes compile here
         train_step(run.loss_fn, run.optimizer, batch, micro, context, 1.0,
                    cfg.schedule(stage.first_step, stage.begins))
     mean_of_ranks(torch.zeros((), device=team.device), team)  # NCCL connects on first use, for 0.5 to 2.5 s
@@ -3324,7 +3324,7 @@ def embed_candidates(rows: Tensor, embed: Tensor, class_embed: Tensor, class_sca
     token = token.flatten(0, 1)
     sure = sure.flatten(0, 1)
     if embed.is_cuda:  # torch 2.11 has no backward of a weighted embedding_bag in bf16 there (pytorch#185808)
-        # float(), as the gradient of a scale sums thousands of terms one by one: in bf16 it was 8.7 % off
+        # float() sums a scale's gradient, thousands of terms, in fp32: in bf16 a toy's was 8.7 % off
         scaled = (F.embedding(token, embed) * class_scale.float()[sure][..., None]).sum(1)
     else:  # without a copy of the rows
         scaled = F.embedding_bag(token, embed, mode="sum", per_sample_weights=class_scale[sure])

@@ -7,13 +7,11 @@
     ./run.sh static --run [PRESET ...]                  toy runs whose results are computed: emulated_run.py
     TORCH=2.11.0 ./run.sh static ...                    by another torch than that of requirements.txt
 
-torch (a CUDA build, in a virtual environment of its own), Inductor, Triton and ptxas run as they are.
-What lies below them is replaced: stand_in.c stands for the driver, the CUDA runtime and cuBLAS. It says
-that it is an H100 (or --gpu), hands out address space within that GPU's memory, launches nothing, refuses
-what the GPU would refuse, and writes down every launch, product, copy and wait. Without --run all results are
-zeros or garbage, so nothing here says anything about numerics or speed; what is counted, refused or laid out
-can be believed. Replaced in Python: NCCL by torch.testing's fake process group (this is rank 0); dense
-attention by functions that allocate what the fused kernels would; the init, which is not drawn.
+torch (a CUDA build, in a virtual environment of its own), Inductor, Triton and ptxas run unchanged on a
+stand-in for an H100 (or --gpu), which stand_in.py describes. Without --run all results are zeros or garbage,
+so nothing here says anything about numerics or speed; what is counted, refused or laid out can be believed.
+Replaced in Python: NCCL by torch.testing's fake process group (this is rank 0); dense attention by functions
+that allocate what the fused kernels would; the init, which is not drawn.
 
 "estimate by what an H100 took" is the counted work at the rates that one H100 reached, kernel by kernel
 (kernel_costs.py), without collectives and pauses. Exit code 1: some PROBLEM line was printed.

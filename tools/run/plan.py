@@ -87,20 +87,21 @@ def fp8_part(cfg: Any, on_gpu: bool) -> str:
         return "off"
     further = [2 * cfg.num_heads * cfg.qk_dim, cfg.mlp_mult * cfg.model_dim] if hasattr(cfg, "qk_dim") else []
     part = train_gpt.fp8_part(cfg, on_gpu, further=further)
-    return "head" if part == "all" and dtype_of_products(cfg) == "bf16" else part
+    constants = vars(cfg)
+    all_of_it = constants.get("fp8_qkv", True) and constants.get("fp8_mlp", True)
+    return "head" if part == "all" and not all_of_it else part
 
 
 def dtype_of_products(cfg: Any) -> str:
     """fp8 or bf16: the dtype of most training matmuls on a GPU that has both."""
-    constants = vars(cfg)
-    blocks = constants.get("fp8_qkv", True) and constants.get("fp8_mlp", True)
-    if not (constants.get("fp8", "off").endswith("all") and blocks):
+    if not hasattr(cfg, "fp8"):
         return "bf16"
+    asked = replace(cfg, fp8=cfg.fp8.removeprefix("auto-"))
     try:
-        train_gpt.fp8_part(replace(cfg, fp8="all"), False)
-    except train_gpt.Refused:  # sizes or a softcap for which auto-all is off
-        return "bf16"
-    return "fp8"
+        part = fp8_part(asked, on_gpu=False)
+    except train_gpt.Refused:  # sizes or a softcap for which auto- turns it off
+        part = "off"
+    return "fp8" if part == "all" else "bf16"
 
 
 def counted_bytes(cfg: Any) -> int:
