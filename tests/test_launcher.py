@@ -58,15 +58,15 @@ def test_ways_to_ask_for_a_plan(words, env, planned):
 # ---------------------------------------------------------------- what is prepared
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(gpus, compiler, flops): such a one, whose plan is not made. What it returns tells what was
-    asked for and fetched."""
+    """machine(gpus, compiler): such a one, whose plan is not made. What it returns tells what was asked for
+    and fetched."""
     told = SimpleNamespace(asked=[], fetches=[])
 
-    def machine(gpus=0, compiler=True, flops=()):
+    def machine(gpus=0, compiler=True):
         def check_run(asked, env):
             told.asked.append(asked)
             print("a plan")
-            return [*flops]
+            return asked.cfg
 
         monkeypatch.setattr(preflight, "gpus", lambda: gpus)
         monkeypatch.setattr(preflight.torch.cuda, "get_device_name", lambda n: f"card {n}")
@@ -78,17 +78,22 @@ def machine(monkeypatch):
     return machine
 
 
-def prepared(*argv, **env):
+def answer(*argv, **env):
     return preflight.preflight(launch.read_words(argv, env), env, launched=True)
+
+
+def prepared(*argv, **env):
+    found = answer(*argv, **env)
+    return dict(words=found["words"], ranks=found["ranks"])
 
 
 def torchrun(ranks, *words):
     start = ["-m", guard.TORCHRUN, "--standalone", f"--nproc_per_node={ranks}"]
-    return dict(words=[*start, *words], ranks=ranks, gpus=[], flops=[], dtype="bf16")
+    return dict(words=[*start, *words], ranks=ranks)
 
 
-def alone(*words, dtype="bf16"):
-    return dict(words=[*words], ranks=1, gpus=[], flops=[], dtype=dtype)
+def alone(*words):
+    return dict(words=[*words], ranks=1)
 
 
 GOLF = "logs/.script/golf/train_gpt.py"
@@ -105,12 +110,24 @@ def test_every_gpu_is_used(machine, empty):
     assert prepared(PRESET="golf") == torchrun(3, GOLF)
     assert prepared("speedrun") == torchrun(3, WHOLE, "--preset=speedrun")
     assert prepared() == prepared("tiny") | dict(words=[WHOLE]) == alone(WHOLE)
-    assert prepared("gpt2", "--device=cpu", COMPILE="0") == alone(
-        WHOLE, "--preset=gpt2", "--device=cpu", dtype="fp8")
-    assert prepared("gpt2", DEVICE="cpu") == alone(WHOLE, "--preset=gpt2", dtype="fp8")
-    machine(gpus=1, flops=[(0, 1e9), (700, 2e9)])       # what MFU needs
-    found = alone(WHOLE, "--preset=speedrun") | dict(gpus=["card 0"], flops=[(0, 1e9), (700, 2e9)])
-    assert prepared("speedrun") == found
+    assert prepared("gpt2", "--device=cpu", COMPILE="0") == alone(WHOLE, "--preset=gpt2", "--device=cpu")
+    assert prepared("gpt2", DEVICE="cpu") == alone(WHOLE, "--preset=gpt2")
+
+
+def test_what_mfu_needs(machine, empty):
+    """A run that goes on has what it began with."""
+    machine(gpus=2)
+    found = answer("speedrun")
+    assert (found["gpus"], found["dtype"]) == (["card 0", "card 1"], "bf16")
+    assert [(first, tokens) for first, tokens, _ in found["flops"]] == [
+        (0, 131_072), (707, 262_144), (1414, 393_216), (2120, 393_216)]
+    assert found["flops"] == sorted(found["flops"], key=lambda stage: stage[2])     # as windows grow
+    assert (answer("speedrun", DEVICE="cpu")["gpus"], answer("gpt2")["dtype"]) == ([], "fp8")
+    began(empty, ranks=2, preset="speedrun_plus", vocab_size="1024")
+    found = answer("RESUME=old")
+    assert (found["gpus"], found["dtype"]) == (["card 0", "card 1"], "fp8")
+    stages = [*zip(found["flops"], answer("speedrun_plus")["flops"], strict=True)]
+    assert all(old[:2] == new[:2] and old[2] < new[2] for old, new in stages)     # a smaller lm_head
 
 
 def test_what_gets_data(monkeypatch, capsys):
@@ -190,11 +207,12 @@ def test_a_proxy_takes_one_gpu_and_the_embedded_text(machine, empty, monkeypatch
 
 
 # ---------------------------------------------------------------- a run that goes on
-def began(folder, run_id="old", preset="golf", ranks=1, device="auto", script="a script\n"):
+def began(folder, run_id="old", preset="golf", ranks=1, device="auto", script="a script\n", **constants):
     """The folder of a run, as far as the launcher asks it."""
     place = folder / "logs" / run_id
     place.mkdir(parents=True, exist_ok=True)
-    start = dict(kind="start", preset=preset, world_size=ranks, config=dict(preset=preset, device=device))
+    config = dict(preset=preset, device=device) | constants
+    start = dict(kind="start", preset=preset, world_size=ranks, config=config)
     events = [start, start | dict(preset="tiny")]       # when it began, when it went on
     (place / "events.jsonl").write_text("".join([json.dumps(event) + "\n" for event in events]))
     (place / "train_gpt.py").write_text(script)

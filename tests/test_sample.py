@@ -347,6 +347,23 @@ RESULT = dict(
     overrides={"matrix_lr": ["0.03", "0.02"]})
 
 
+def test_mfu_in_the_result(tmp_path):
+    """By the launcher, since the trainer knows no card. Not of a run without a GPU."""
+    golf = {name: train_gpt.show(value) for name, value in vars(train_gpt.preset_config("golf")).items()}
+    ran = RESULT | dict(preset="golf", config=golf, tok_per_s=49_152 / 0.0357)
+    path = tmp_path / "result.json"
+    (tmp_path / "final_model.pt").write_bytes(b"")
+    for hardware, found in [("1x NVIDIA H100 80GB HBM3", dict(mfu=0.457, mfu_dtype="bf16")),
+                            ("1x NVIDIA Made Up", dict(mfu=None, mfu_dtype="bf16")),
+                            (RESULT["hardware"], {})]:
+        ran["hardware"] = hardware
+        path.write_text(json.dumps(ran))
+        lines = [*show.show_run(tmp_path, terminal=False)]
+        written = json.loads(path.read_text())
+        assert written == ran | found | ({"mfu": pytest.approx(0.457, abs=5e-4)} if found.get("mfu") else {})
+        assert sum(line.startswith("  mfu:") for line in lines) == len(found) / 2
+
+
 def test_the_distance_to_the_record_and_to_a_plain_gpt():
     lower = dict(name="the record", metric="val_bpb", better="lower", value=1.2, about="x, 5 seeds")
     assert show.distance(RESULT, lower) == "0.0164 behind the record: val_bpb 1.2 (x, 5 seeds)"

@@ -115,10 +115,10 @@ def test_a_terminal_has_one_live_line(follow, monkeypatch, columns):
 
 
 def test_the_live_line_has_mfu_on_a_gpu():
-    """By the FLOPs of a token in this stage of the run; `mfu:?` on a card whose peak is unknown."""
+    """By the mean FLOPs of a token so far; `mfu:?` on a card whose peak is unknown."""
     progress = watch.Progress()
     progress.take(EVENTS["run folder:"])
-    progress.flops = [(0, 1e9), (60, 2e9)]
+    progress.flops = [(0, 1000, 1e9), (60, 3000, 3e9)]     # 80 steps: half of the tokens in each
     progress.take(dict(kind="train", step=80, steps=100, tokens=989_400 * 10, seconds=10.0, eta=5.0,
                        train_loss=2.0, mean_loss=2.0))
     assert "mfu" not in progress.live()[1]

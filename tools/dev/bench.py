@@ -188,8 +188,8 @@ class Arm:
             f"loading {sum(load) / whole:.1%}; warmup {self.warmup_seconds:.1f} s",
             f"    time per token {middle:.3f} ({low:.3f} to {high:.3f}) of the first arm's"]
         if self.run.team.on_gpu:
-            dtype = plan.dtype_of_products(self.run.cfg)
-            lines.append(f"    {cards.mfu_text(flops, [torch.cuda.get_device_name()], dtype)}")
+            work = cards.Work(flops, [torch.cuda.get_device_name()], plan.dtype_of_products(self.run.cfg))
+            lines.append(f"    {cards.mfu_text(work)}")
         return per_token, lines
 
 

@@ -81,13 +81,40 @@ def peak_flops(name: str, dtype: str = "bf16") -> float:
     return CARDS[key].fp8_peak if dtype == "fp8" else CARDS[key].peak
 
 
-def mfu_text(flops: float, names: Sequence[str], dtype: str) -> str:
-    """Model FLOPs utilization: model FLOP/s over the dense peak of these GPUs in the dtype of most products.
-    names: of the GPUs, as torch tells them. dtype: bf16 or fp8; bf16 counts if one of them lacks fp8."""
-    if not all([peak_flops(name, dtype) for name in names]):
-        dtype = "bf16"
-    peaks = [peak_flops(name, dtype) for name in names]
-    if not all(peaks):
-        return f"mfu:? of {names[peaks.index(0)]}, whose peak is unknown"
-    peak = sum(peaks)
-    return f"mfu:{flops / peak:.3f} in {dtype}, of {len(names)} x {peak / len(names) / 1e12:.0f} TFLOP/s"
+# ---------------------------------------------------------------- MFU
+class Work(NamedTuple):
+    """What GPUs do in training."""
+
+    flops: float  # model FLOP/s of all of them
+    gpus: Sequence[str]  # as torch names them
+    dtype: str  # of most products: bf16 or fp8
+
+
+def mean_flops(stages: Sequence[tuple[int, int, float]], steps: int) -> float:
+    """FLOPs per token, the mean over the first `steps` steps. stages: (first step as planned, though a clock
+    may begin it earlier; tokens per step; FLOPs per token) of each."""
+    ends = [first for first, _, _ in stages[1:]] + [steps]
+    total = 0.0
+    tokens = 0
+    for (first, batch, flops), end in zip(stages, ends):
+        here = max(0, min(end, steps) - first) * batch
+        total += here * flops
+        tokens += here
+    return total / max(1, tokens)
+
+
+def mfu(work: Work) -> tuple[float | None, str]:
+    """(model FLOPs utilization, the dtype whose dense peak it counts against): bf16 if one of the GPUs lacks
+    fp8. None: a peak is unknown."""
+    dtype = work.dtype if all([peak_flops(name, work.dtype) for name in work.gpus]) else "bf16"
+    peaks = [peak_flops(name, dtype) for name in work.gpus]
+    return work.flops / sum(peaks) if all(peaks) else None, dtype
+
+
+def mfu_text(work: Work) -> str:
+    """MFU, its dtype and the peak."""
+    used, dtype = mfu(work)
+    peaks = [peak_flops(name, dtype) for name in work.gpus]
+    if used is None:
+        return f"mfu:? of {work.gpus[peaks.index(0)]}, whose peak is unknown"
+    return f"mfu:{used:.3f} in {dtype}, of {len(peaks)} x {sum(peaks) / len(peaks) / 1e12:.0f} TFLOP/s"

@@ -111,32 +111,26 @@ def counted_bytes(cfg: Any) -> int:
     return 4 * len(cfg.counted_orders() + cfg.counted_words()) << cfg.count_bits
 
 
-def stage_flops(cfg: Any) -> list[tuple[int, float]]:
-    """[(planned first step of a stage, its FLOPs per token)]"""
-    return [(stage.first_step, flops_per_token(cfg, stage)) for stage in cfg.stages()]
+def stage_flops(cfg: Any) -> list[tuple[int, int, float]]:
+    """(planned first step, tokens per step, FLOPs per token) of each stage."""
+    return [(stage.first_step, stage.batch_tokens, flops_per_token(cfg, stage)) for stage in cfg.stages()]
 
 
-def mfu(result: Mapping[str, Any]) -> str:
-    """Model FLOPs utilization of a run, from its result.json: the matmul FLOPs of its tokens by PaLM's count
-    over what its GPUs do in that time at their peak. "" on a CPU."""
+def config_of(told: Mapping[str, Any]) -> Any:
+    """The constants that a run trained with. told: its first event or result.json, with preset and config."""
+    recipe = train_gpt.recipe_of(told["preset"])
+    texts = told["config"]
+    return recipe(**{f.name: parse_value(f, texts[f.name]) for f in fields(recipe) if f.name in texts})
+
+
+def work_of(result: Mapping[str, Any]) -> cards.Work | None:
+    """What the GPUs of a run did, from its result.json; None: it had none."""
     gpus, _, card = result["hardware"].partition("x ")
     if not gpus.isdecimal():
-        return ""
-    recipe = train_gpt.recipe_of(result["preset"])
-    own = {f.name: f for f in fields(recipe)}
-    cfg = recipe(**{name: parse_value(own[name], text) for name, text in result["config"].items()})
-    # 1. the tokens of each stage by its planned first step, though a clock may have begun it earlier
-    table = cfg.stages()
-    ends = [stage.first_step for stage in table[1:]] + [result["steps"]]
-    flops = 0.0
-    tokens = 0
-    for stage, end in zip(table, ends):
-        here = max(0, min(end, result["steps"]) - stage.first_step) * stage.batch_tokens
-        flops += here * flops_per_token(cfg, stage)
-        tokens += here
-    # 2. their mean at the pace of the run
-    rate = flops / max(1, tokens) * result["tok_per_s"]
-    return cards.mfu_text(rate, int(gpus) * [card], dtype_of_products(cfg))
+        return None
+    cfg = config_of(result)
+    flops = cards.mean_flops(stage_flops(cfg), result["steps"]) * result["tok_per_s"]
+    return cards.Work(flops, int(gpus) * [card], dtype_of_products(cfg))
 
 
 # ---------------------------------------------------------------- memory, time, disk

@@ -11,7 +11,7 @@ Before a torchrun of your own, call this yourself: its last line says what to st
 --json as the first word, in a process of its own, whose memory, also that on a GPU, is free again when
 training starts. It then gets missing data, too, makes the script, and its last line is the answer in JSON:
 `words` that make Python the trainer or torchrun, how many `ranks` there will be, and for MFU their `gpus`,
-the `flops` per token of each stage and the `dtype` of most products.
+the `flops` of each stage and the `dtype` of most products.
 """
 import json
 import os
@@ -31,8 +31,8 @@ from tools.run.guard import TORCHRUN
 from tools.run.machine import check_launch, find_machine
 from tools.run.names import check_variables, text_of, trainer_flags
 from tools.run.plan import (
-    check_layers, dtype_of_products, full_disk, micro_batch, plan_lines, planned_tokens, slow_machine,
-    stage_flops)
+    check_layers, config_of, dtype_of_products, full_disk, micro_batch, plan_lines, planned_tokens,
+    slow_machine, stage_flops)
 from tools.run.script import script
 from tools.run.surroundings import compiler_missing
 from tools.run.words import Words, read_words
@@ -188,9 +188,9 @@ def code_bytes(asked: Asked) -> int:
     return len((script(asked.cfg.preset, text) if asked.alone else text).encode())
 
 
-def check_run(asked: Asked, env: Mapping[str, str]) -> list[tuple[int, float]]:
-    """Looks at everything that a training run needs, prints the plan, and adds to its flags. Returns
-    [(first step of a stage, its FLOPs per token)]. Raises Refused, Ended."""
+def check_run(asked: Asked, env: Mapping[str, str]) -> Any:
+    """Looks at everything that a training run needs, prints the plan, and adds to its flags. Returns its
+    Config, with the vocabulary of its data. Raises Refused, Ended."""
     def doubt(sentence: str) -> None:
         """Refuses a run for this reason, if there is one; a plan goes on."""
         require(asked.dry_run or not sentence, sentence)
@@ -226,7 +226,7 @@ def check_run(asked: Asked, env: Mapping[str, str]) -> list[tuple[int, float]]:
     share = cfg.train_batch_tokens // cfg.train_seq_len // machine.world_size
     if not cfg.device_batch_size and (machine.on_gpu or micro != share):
         asked.flags.append(f"--device-batch-size={micro}")
-    return stage_flops(cfg) if machine.on_gpu else []
+    return cfg
 
 
 # ---------------------------------------------------------------- the answer
@@ -253,22 +253,26 @@ def script_path(asked: Asked, run_id: str) -> Path:
 def preflight(words: Words, env: Mapping[str, str], launched: bool = False) -> dict[str, Any]:
     """Prints the plan. Returns the answer. Raises Refused, Ended."""
     run_id = text_of("RESUME", env, words.constants)
-    asked = read_request(words, env, launched, start_of(run_id))
-    flops = []
+    began = start_of(run_id)
+    asked = read_request(words, env, launched, began)
+    cfg = asked.cfg
     if run_id:
+        cfg = config_of(began) if began else cfg
         say(f"resume: {run_id} goes on as it began, with the plan in its log")
-    elif asked.cfg.eval_from:
+    elif cfg.eval_from:
         asked = with_its_dataset(asked)
         check_dataset(asked.cfg, say)
     else:
-        flops = check_run(asked, env)
+        cfg = check_run(asked, env)
     if words.dry_run or not launched:
         return dict(words=["train_gpt.py", *asked.flags])
     command = [str(script_path(asked, run_id)), *asked.flags]
     if asked.ranks > 1:
         command = ["-m", TORCHRUN, "--standalone", f"--nproc_per_node={asked.ranks}", *command]
-    names = [torch.cuda.get_device_name(n) for n in range(asked.ranks)] if flops else []
-    return dict(words=command, ranks=asked.ranks, gpus=names, flops=flops, dtype=dtype_of_products(asked.cfg))
+    cards = 0 if cfg.device == "cpu" or cfg.eval_from else min(asked.ranks, gpus())
+    return dict(
+        words=command, ranks=asked.ranks, gpus=[torch.cuda.get_device_name(n) for n in range(cards)],
+        flops=stage_flops(cfg) if cards else [], dtype=dtype_of_products(cfg))
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

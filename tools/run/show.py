@@ -16,10 +16,10 @@ from records.judge.logs import Refused, demand, read_events, run_of_events
 from records.judge.scores import partial_line
 from records.show import board, curves
 from records.verify.folders import NEWEST, RULES, track_of
-from tools.run import plan
+from tools.run import cards, plan
 from tools.run.sample import SAMPLES, Settings, find_model, keep, sample_lines
 from tools.run.watch import Screen
-from train_gpt import brief
+from train_gpt import brief, write_atomically
 
 SAMPLE_LINES = 5        # of each sample on a terminal; samples.txt has them all
 MOST_CHANGES = 80      # characters of the line in loss.png that names what a run changed
@@ -95,8 +95,8 @@ def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
         return
     yield (f"{scores_text(result)} after {result['steps']:,} steps, {result['tokens']:,} tokens, "
            f"{result['train_time_ms'] / 1e3:.1f} s ({result['tok_per_s']:,} tok/s)")
-    if used := plan.mfu(result):
-        yield f"  {used}"
+    if work := plan.work_of(result):
+        yield f"  {cards.mfu_text(work)}"
     for goal in goals_of(result):
         yield f"  {distance(result, goal)}"
     if result.get("val_loss_partial") is not None:
@@ -117,11 +117,23 @@ def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
         yield "next: change a number, say ./run.sh MATRIX_LR=0.02, and compare: docs/first_change.md"
 
 
+def add_mfu(path: Path, result: dict[str, Any]) -> None:
+    """Adds the MFU of a run on GPUs to its result.json, null where a peak is unknown. Raises OSError."""
+    work = plan.work_of(result) if result["steps"] else None
+    if work:
+        result["mfu"], result["mfu_dtype"] = cards.mfu(work)
+        write_atomically(path, lambda file: file.write(f"{json.dumps(result, indent=1)}\n".encode()))
+
+
 def show_run(folder: Path, terminal: bool) -> Iterator[str]:
     """Makes samples.txt and loss.png of a finished run; yields the lines of its end. Raises Refused."""
     path = folder / "result.json"
     demand(path.is_file(), f"{folder} is no run that has ended: it has no result.json")
     result = json.loads(inputs.read_text(path))
+    try:
+        add_mfu(path, result)
+    except OSError as error:
+        yield f"{path}: without MFU ({brief(error)})"
     if result["steps"]:
         try:
             model = find_model(str(folder))

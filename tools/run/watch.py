@@ -51,7 +51,7 @@ class Progress:
         self.reported = 0.0                 # when it came
         self.stopped = False                # training, by a cap
         self.gpus: list[str] = []           # the card of each rank
-        self.flops: list[tuple[int, float]] = []    # (first step of a stage, its FLOPs per token)
+        self.flops: list[tuple[int, int, float]] = []   # cards.mean_flops()'s stages
         self.dtype = "bf16"                 # of most matmuls
 
     def read(self, line: str) -> str | None:
@@ -81,9 +81,9 @@ class Progress:
             self.began = time.monotonic()
 
     def mfu(self, step: int, rate: float) -> str:
-        """MFU of these GPUs at this many tok/s."""
-        flops = [each for first, each in self.flops if first <= step][-1]
-        return cards.mfu_text(flops * rate, self.gpus, self.dtype).partition(", ")[0]
+        """MFU of these GPUs at this many tok/s, the mean of as many steps."""
+        flops = cards.mean_flops(self.flops, step) * rate
+        return cards.mfu_text(cards.Work(flops, self.gpus, self.dtype)).partition(", ")[0]
 
     def with_mfu(self, line: str) -> str:
         """A line of the log, with MFU added if it is a train_loss line of a run on GPUs."""
