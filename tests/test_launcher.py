@@ -264,6 +264,12 @@ def test_a_run_sorts_without_avx512_on_amd_unless_told_otherwise(vendor, given, 
     assert surroundings.for_trainer(given)[0].get("NPY_DISABLE_CPU_FEATURES") == found
 
 
+def test_idle_threads_soon_sleep_unless_told_otherwise():
+    assert surroundings.for_trainer({})[0]["GOMP_SPINCOUNT"] == "5000"
+    for given in (dict(GOMP_SPINCOUNT="INFINITE"), dict(OMP_WAIT_POLICY="active")):
+        assert "GOMP_SPINCOUNT" not in surroundings.for_trainer(given)[0]
+
+
 def test_memory_grows_in_segments_unless_told_otherwise():
     assert surroundings.allocator({}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert surroundings.allocator(dict(PYTORCH_CUDA_ALLOC_CONF="x")) == {}
