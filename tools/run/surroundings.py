@@ -79,8 +79,8 @@ def sorting(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def idle_threads(env: Mapping[str, str]) -> dict[str, str]:
-    """Turns that an idle thread of GNU OpenMP spins before it sleeps. By default it spins for milliseconds, and
-    one other busy process on two cores then takes tiny 23 times as long (docs/log.md)."""
+    """Turns that an idle thread of GNU OpenMP spins before it sleeps. By default it spins for milliseconds:
+    beside one other busy process on two cores, a step of tiny takes 23 times as long (docs/log.md)."""
     given = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & {*env}
     return {} if given else {"GOMP_SPINCOUNT": "5000"}
 
