@@ -725,6 +725,21 @@ def test_the_plan_of_speedrun_plus():
     assert table[2] == "423 262144 32768 896 384 1.5200 2048 1,0.5:0 0.25:0".split()
 
 
+@pytest.mark.parametrize("card, preset, words", [
+    ("NVIDIA GeForce RTX 5090", "golf", "record: 600 s on eight H100s, so about 6.3 h on 1 x NVIDIA GeForce"),
+    ("NVIDIA H200", "gpt2", "record: 8967 s on eight H100s, so about 19.9 h on 1 x NVIDIA H200 (estimate"),
+    ("NVIDIA GeForce RTX 4070", "golf", ""), ("Tesla T4", "golf", ""), ("NVIDIA H200", "tiny", "")])
+def test_hours_beside_the_records(card, preset, words, monkeypatch):
+    """By the peaks of both; none for an unknown card, one without bf16, a CPU, and tiny."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 0))
+    cfg = preset_config(preset)
+    assert plan.record_line(cfg, CPU) == ""
+    lines = [*plan.plan_lines(train_gpt.replace(cfg, vocab_size=1024), GPU, 1, lambda: 0)]
+    found = [line for line in lines if line.startswith("record:")]
+    assert len(found) == bool(words) and all(line.startswith(words) for line in found)
+
+
 # -------------------------------------------------------------------------------- as a program
 def test_the_program(workplace, refused):
     """As those start it who start torchrun themselves: from the checkout, or with it on the path."""

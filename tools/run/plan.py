@@ -19,6 +19,8 @@ from train_gpt import (
 
 CPU_FLOPS = 75e9  # fp32 FLOP/s of a CPU core (docs/log.md)
 GPU_PART = 0.5  # of the peak FLOP/s: nanochat's d24 in bf16 on 8 H100s
+# Seconds of each recipe's record on eight H100s, by its log; golf's and golf_plus's are their time cap
+RECORD_SECONDS = dict(golf=600, golf_plus=600, speedrun=132.2, speedrun_plus=70.09, gpt2=8967, gpt2_plus=5940)
 # What a layer keeps per token for the backward pass, in multiples of model_dim: fitted to the peaks that
 # ./run.sh static counted (docs/log.md).
 KEPT_BY_ATTENTION = 13
@@ -208,6 +210,18 @@ def limits_line(cfg: Any, machine: Machine) -> str:
     return f"{line}no cap, about {length} (estimate)"
 
 
+def record_line(cfg: Any, machine: Machine) -> str:
+    """How long the record's whole run would take on these GPUs if they came as close to their peak as its
+    eight H100s did. Empty on a CPU, for a card whose peak is unknown, and for tiny."""
+    peak = cards.peak_flops(torch.cuda.get_device_name()) if machine.on_gpu else 0
+    seconds = RECORD_SECONDS.get(cfg.preset, 0)
+    if not peak or not seconds:
+        return ""
+    hours = seconds / 3600 * 8 / machine.world_size * cards.CARDS["h100"].peak / peak
+    return (f"record: {seconds:g} s on eight H100s, so about {hours:.1f} h on {machine.world_size} x "
+            f"{torch.cuda.get_device_name()} (estimate by their bf16 peaks)")
+
+
 def full_disk(cfg: Any, folder: Path) -> str:
     """If the disk of this folder has no room for what a run leaves: how much is missing; else empty. A run
     leaves fp32 weights, an artifact and a checkpoint of weights and two moments; while a later checkpoint is
@@ -281,6 +295,9 @@ def plan_lines(cfg: Any, machine: Machine, micro: int, code: Callable[[], int]) 
         width = machine.dtype.itemsize if machine.on_gpu else 4
         yield f"collectives: {2 * width * counts.total() / 1e6:.0f} MB per step"
     yield limits_line(cfg, machine)
+    record = record_line(cfg, machine)
+    if record:
+        yield record
     if cfg.artifact_bytes_limit and cfg.score_artifact:
         yield artifact_line(cfg, code())
     yield from stage_lines(cfg)
