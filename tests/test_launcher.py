@@ -128,6 +128,8 @@ def test_what_mfu_needs(machine, empty):
     assert (found["gpus"], found["dtype"]) == (["card 0", "card 1"], "fp8")
     stages = [*zip(found["flops"], answer("speedrun_plus")["flops"], strict=True)]
     assert all(old[:2] == new[:2] and old[2] < new[2] for old, new in stages)     # a smaller lm_head
+    began(empty, ranks=2, preset="speedrun", vocab_size="of another version")
+    assert answer("RESUME=old")["gpus"] == []
 
 
 def test_what_gets_data(monkeypatch, capsys):

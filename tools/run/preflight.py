@@ -72,6 +72,14 @@ def start_of(run_id: str) -> dict[str, Any]:
     return next((event for event in events if event["kind"] == "start"), {})
 
 
+def config_of_start(began: Mapping[str, Any]) -> Any:
+    """The Config of a run that goes on; None if it left none that this version reads."""
+    try:
+        return config_of(began) if began else None
+    except Refused:
+        return None
+
+
 def gpus() -> int:
     """GPUs that torch sees, whatever CUDA_VISIBLE_DEVICES holds: numbers, UUIDs, MIG names; AMD's by a ROCm
     build."""
@@ -257,7 +265,7 @@ def preflight(words: Words, env: Mapping[str, str], launched: bool = False) -> d
     asked = read_request(words, env, launched, began)
     cfg = asked.cfg
     if run_id:
-        cfg = config_of(began) if began else cfg
+        cfg = config_of_start(began)
         say(f"resume: {run_id} goes on as it began, with the plan in its log")
     elif cfg.eval_from:
         asked = with_its_dataset(asked)
@@ -269,10 +277,11 @@ def preflight(words: Words, env: Mapping[str, str], launched: bool = False) -> d
     command = [str(script_path(asked, run_id)), *asked.flags]
     if asked.ranks > 1:
         command = ["-m", TORCHRUN, "--standalone", f"--nproc_per_node={asked.ranks}", *command]
-    cards = 0 if cfg.device == "cpu" or cfg.eval_from else min(asked.ranks, gpus())
+    has_mfu = cfg and cfg.device != "cpu" and not cfg.eval_from
+    cards = min(asked.ranks, gpus()) if has_mfu else 0
     return dict(
         words=command, ranks=asked.ranks, gpus=[torch.cuda.get_device_name(n) for n in range(cards)],
-        flops=stage_flops(cfg) if cards else [], dtype=dtype_of_products(cfg))
+        flops=stage_flops(cfg) if cards else [], dtype=dtype_of_products(cfg) if cards else "")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
