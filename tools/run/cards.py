@@ -108,7 +108,8 @@ def mfu(work: Work) -> tuple[float | None, str]:
     fp8. None: a peak is unknown."""
     dtype = work.dtype if all([peak_flops(name, work.dtype) for name in work.gpus]) else "bf16"
     peaks = [peak_flops(name, dtype) for name in work.gpus]
-    return work.flops / sum(peaks) if all(peaks) else None, dtype
+    used = work.flops / sum(peaks) if all(peaks) else None
+    return used, dtype
 
 
 def mfu_text(work: Work) -> str:
