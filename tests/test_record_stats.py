@@ -333,6 +333,7 @@ def test_too_few_runs_say_how_many_are_needed():
 FAKE = """import os, pathlib, random, sys
 flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
 seed = int(os.environ["SEED"])
+assert {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}, "not as ./run.sh starts a trainer"
 lr = float(flags.get("matrix-lr") or os.environ.get("MATRIX_LR", 0.03))
 bpb = 1.35 + 0.2 * (lr - 0.03) + random.Random(seed * 7 + int(lr * 1e6)).gauss(0, 0.0005)
 folder = pathlib.Path("logs", os.environ["RUN_ID"])
