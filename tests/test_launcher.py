@@ -132,7 +132,7 @@ def test_what_mfu_needs(machine, empty):
     assert answer("RESUME=old")["gpus"] == []
 
 
-def test_what_gets_data(monkeypatch, capsys):
+def test_what_gets_data(monkeypatch, capsys, empty):
     """Without data there is no run, and the exit code is that of the program. Without the tasks of CORE the
     trainer decides."""
     called = []
