@@ -15,6 +15,7 @@ import pytest
 import fork_server
 from helpers import OURS, ROOT, SCRIPT, TOY, look, on_terminal, run_cli, slow, wait_until
 from tools.run import guard, launch, preflight, pulse, surroundings, watch
+import train_gpt
 from train_gpt import Refused, load_config
 
 SMALL = {name: text for name, text in TOY.items() if name.lower() in vars(load_config({}))}
@@ -123,13 +124,19 @@ def test_what_mfu_needs(machine, empty):
         (0, 131_072), (707, 262_144), (1414, 393_216), (2120, 393_216)]
     assert found["flops"] == sorted(found["flops"], key=lambda stage: stage[2])     # as windows grow
     assert (answer("speedrun", DEVICE="cpu")["gpus"], answer("gpt2")["dtype"]) == ([], "fp8")
-    began(empty, ranks=2, preset="speedrun_plus", vocab_size="1024")
+    constants = {name: train_gpt.show(value)
+                 for name, value in vars(train_gpt.preset_config("speedrun_plus")).items()}
+    resumed = constants | dict(folder=empty, run_id="old", vocab_size="1024")
+    began(ranks=2, **resumed)
     found = answer("RESUME=old")
     assert (found["gpus"], found["dtype"]) == (["card 0", "card 1"], "fp8")
     stages = [*zip(found["flops"], answer("speedrun_plus")["flops"], strict=True)]
     assert all(old[:2] == new[:2] and old[2] < new[2] for old, new in stages)     # a smaller lm_head
-    began(empty, ranks=2, preset="speedrun", vocab_size="of another version")
-    assert answer("RESUME=old")["gpus"] == []
+    assert answer("RESUME=old", DEVICE="cpu")["gpus"] == []
+    for other in (dict(ranks=1), dict(ranks=2, vocab_size="x"), dict(ranks=2, batch_schedule="1,2,3"),
+                  dict(ranks=2, of_another_version="1")):
+        began(**resumed | other)
+        assert answer("RESUME=old", "--ranks=2")["gpus"] == []
 
 
 def test_what_gets_data(monkeypatch, capsys, empty):
@@ -213,8 +220,8 @@ def began(folder, run_id="old", preset="golf", ranks=1, device="auto", script="a
     """The folder of a run, as far as the launcher asks it."""
     place = folder / "logs" / run_id
     place.mkdir(parents=True, exist_ok=True)
-    config = dict(preset=preset, device=device) | constants
-    start = dict(kind="start", preset=preset, world_size=ranks, config=config)
+    config = dict(preset=preset, device=device, run_id=run_id) | constants
+    start = dict(kind="start", preset=preset, world_size=ranks, config=config, hardware=f"{ranks}x card 0")
     events = [start, start | dict(preset="tiny")]       # when it began, when it went on
     (place / "events.jsonl").write_text("".join([json.dumps(event) + "\n" for event in events]))
     (place / "train_gpt.py").write_text(script)

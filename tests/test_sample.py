@@ -362,6 +362,11 @@ def test_mfu_in_the_result(tmp_path):
         written = json.loads(path.read_text())
         assert written == ran | found | ({"mfu": pytest.approx(0.457, abs=5e-4)} if found.get("mfu") else {})
         assert sum(line.startswith("  mfu:") for line in lines) == len(found) / 2
+    starts = [dict(kind="start", hardware=f"{gpus}x NVIDIA H100 80GB HBM3") for gpus in (8, 1)]
+    (tmp_path / "events.jsonl").write_text("".join([json.dumps(start) + "\n" for start in starts]))
+    ran["hardware"] = starts[1]["hardware"]     # it began on others
+    path.write_text(json.dumps(ran))
+    assert "mfu:" not in "".join(show.show_run(tmp_path, terminal=False)) and '"mfu"' not in path.read_text()
 
 
 def test_the_distance_to_the_record_and_to_a_plain_gpt():

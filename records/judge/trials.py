@@ -22,7 +22,7 @@ from records.judge.scores import comparable_curves, demand_comparable, name_of_m
 from records.show.curves import draw
 from records.show.labels import telling_names
 from records.verify.folders import sha256
-from tools.run.surroundings import for_trainer
+from tools.run.surroundings import libraries
 
 
 # ------------------------------------------------------------ running
@@ -35,9 +35,9 @@ def last_line(done: subprocess.CompletedProcess, streams: tuple[str, ...] = ("st
 
 
 def run_once(label: str, command: str, run_id: str, seed: int) -> Run:
-    """Runs a shell command with SEED and RUN_ID in the environment, else that of ./run.sh -> Run. Raises
-    Refused when it fails, or if its log says that it was trained with another seed."""
-    env = os.environ | for_trainer(os.environ)[0] | {"SEED": str(seed), "RUN_ID": run_id}
+    """Runs a shell command with SEED and RUN_ID in the environment, and what ./run.sh sets for numpy and
+    torch -> Run. Raises Refused when it fails, or if its log says that it was trained with another seed."""
+    env = os.environ | libraries(os.environ) | {"SEED": str(seed), "RUN_ID": run_id}
     done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, errors="replace")
     said = last_line(done, ("stderr", "stdout"))
     demand(done.returncode == 0, f"{label}: the command ended with {done.returncode}: {said}")

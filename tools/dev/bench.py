@@ -30,8 +30,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    from tools.run.surroundings import idle_threads, sorting
-    os.environ.update(sorting(os.environ) | idle_threads(os.environ))  # numpy and torch read it when loaded
+    from tools.run.surroundings import libraries
+    os.environ.update(libraries(os.environ))  # before they are loaded
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402

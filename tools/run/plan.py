@@ -119,14 +119,16 @@ def stage_flops(cfg: Any) -> list[tuple[int, int, float]]:
 
 
 def config_of(told: Mapping[str, Any]) -> Any:
-    """The constants that a run trained with. told: its first event or result.json, with preset and config."""
+    """The constants that a run trained with. told: its first event or result.json, with preset and config.
+    Raises Refused if they are another version's."""
     recipe = train_gpt.recipe_of(told["preset"])
-    texts = told["config"]
-    return recipe(**{f.name: parse_value(f, texts[f.name]) for f in fields(recipe) if f.name in texts})
+    own = {f.name: f for f in fields(recipe)}
+    require(own.keys() == told["config"].keys(), "another version has other constants")
+    return recipe(**{name: parse_value(own[name], text) for name, text in told["config"].items()})
 
 
 def work_of(result: Mapping[str, Any]) -> cards.Work | None:
-    """What the GPUs of a run did, from its result.json; None: it had none."""
+    """What the GPUs of a run did, from its result.json; None: it had none. Raises Refused."""
     gpus, _, card = result["hardware"].partition("x ")
     if not gpus.isdecimal():
         return None
@@ -211,7 +213,7 @@ def limits_line(cfg: Any, machine: Machine) -> str:
 
 
 def record_line(cfg: Any, machine: Machine) -> str:
-    """How long the record's whole run would take on these GPUs if they came as close to their peak as its
+    """How long the record's own run would take on these GPUs if they came as close to their peak as its
     eight H100s did. Empty on a CPU, for a card whose peak is unknown, and for tiny."""
     peak = cards.peak_flops(torch.cuda.get_device_name()) if machine.on_gpu else 0
     seconds = RECORD_SECONDS.get(cfg.preset, 0)

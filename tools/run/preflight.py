@@ -72,18 +72,15 @@ def start_of(run_id: str) -> dict[str, Any]:
     return next((event for event in events if event["kind"] == "start"), {})
 
 
-def config_of_start(began: Mapping[str, Any]) -> Any:
-    """The Config of a run that goes on; None if it left none that this version reads."""
-    try:
-        return config_of(began) if began else None
-    except Refused:
-        return None
-
-
 def gpus() -> int:
     """GPUs that torch sees, whatever CUDA_VISIBLE_DEVICES holds: numbers, UUIDs, MIG names; AMD's by a ROCm
     build."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def device_of(cfg: Any, given: Mapping[str, Any], began: Mapping[str, Any]) -> str:
+    """The constant device: as typed, as the run began, or by default."""
+    return given.get("device") or began.get("config", {}).get("device", cfg.device)
 
 
 def count_ranks(device: str, preset: str, is_proxy: bool, began: Mapping[str, Any]) -> int:
@@ -118,7 +115,7 @@ def read_request(words: Words, env: Mapping[str, str], launched: bool, began: Ma
     check_launch(env)
     require(not words.ranks or words.ranks.isdecimal() and int(words.ranks),
             f"--ranks={words.ranks} must be a whole number from 1 on")
-    device = given.get("device") or began.get("config", {}).get("device", cfg.device)
+    device = device_of(cfg, given, began)
     ranks = int(words.ranks or count_ranks(device, preset, is_proxy, began))
     # 3. a step that can be compiled
     if cfg.compile and not began and (device == "cpu" or not gpus()):
@@ -258,16 +255,33 @@ def script_path(asked: Asked, run_id: str) -> Path:
     return made
 
 
+NO_MFU: dict[str, Any] = dict(gpus=[], flops=[], dtype="")
+
+
+def for_mfu(cfg: Any, names: list[str]) -> dict[str, Any]:
+    """What the live line needs for MFU on these GPUs."""
+    return dict(gpus=names, flops=stage_flops(cfg), dtype=dtype_of_products(cfg)) if names else NO_MFU
+
+
+def for_mfu_of_resumed(began: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """The same for a run that goes on: nothing if it began on other hardware or by another version, whatever
+    that has left, for its own script decides whether it goes on."""
+    try:
+        same = names and began["hardware"] == f"{len(names)}x {names[0]}"
+        return for_mfu(config_of(began), names) if same else NO_MFU
+    except Exception:
+        return NO_MFU
+
+
 def preflight(words: Words, env: Mapping[str, str], launched: bool = False) -> dict[str, Any]:
     """Prints the plan. Returns the answer. Raises Refused, Ended."""
     run_id = text_of("RESUME", env, words.constants)
     began = start_of(run_id)
     asked = read_request(words, env, launched, began)
-    cfg = asked.cfg
+    cfg = None
     if run_id:
-        cfg = config_of_start(began)
         say(f"resume: {run_id} goes on as it began, with the plan in its log")
-    elif cfg.eval_from:
+    elif asked.cfg.eval_from:
         asked = with_its_dataset(asked)
         check_dataset(asked.cfg, say)
     else:
@@ -277,11 +291,10 @@ def preflight(words: Words, env: Mapping[str, str], launched: bool = False) -> d
     command = [str(script_path(asked, run_id)), *asked.flags]
     if asked.ranks > 1:
         command = ["-m", TORCHRUN, "--standalone", f"--nproc_per_node={asked.ranks}", *command]
-    has_mfu = cfg and cfg.device != "cpu" and not cfg.eval_from
-    cards = min(asked.ranks, gpus()) if has_mfu else 0
-    return dict(
-        words=command, ranks=asked.ranks, gpus=[torch.cuda.get_device_name(n) for n in range(cards)],
-        flops=stage_flops(cfg) if cards else [], dtype=dtype_of_products(cfg) if cards else "")
+    on_gpu = device_of(asked.cfg, asked.given, began) != "cpu"
+    names = [torch.cuda.get_device_name(n) for n in range(min(asked.ranks, gpus()) if on_gpu else 0)]
+    needed = for_mfu_of_resumed(began, names) if run_id else for_mfu(cfg, names) if cfg else NO_MFU
+    return dict(words=command, ranks=asked.ranks, **needed)
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -19,6 +19,7 @@ from records.verify.folders import NEWEST, RULES, track_of
 from tools.run import cards, plan
 from tools.run.sample import SAMPLES, Settings, find_model, keep, sample_lines
 from tools.run.watch import Screen
+import train_gpt
 from train_gpt import brief, write_atomically
 
 SAMPLE_LINES = 5        # of each sample on a terminal; samples.txt has them all
@@ -87,6 +88,16 @@ def distance(result: dict[str, Any], other: dict[str, Any]) -> str:
     return f"{abs(late):.4f} s {'behind' if late > 0 else 'ahead of'} {what}"
 
 
+def work_of_run(folder: Path, result: dict[str, Any]) -> cards.Work | None:
+    """What its GPUs did; None without GPUs, of another version, and where it went on on other hardware, since
+    its clock and tokens are those of all attempts."""
+    hardware = {event["hardware"] for event in read_events(folder) if event["kind"] == "start"}
+    try:
+        return plan.work_of(result) if len(hardware) <= 1 else None
+    except (train_gpt.Refused, KeyError):
+        return None
+
+
 def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
     """The screen after a run: score, what it compares with, the files, what to try next."""
     yield ""
@@ -95,7 +106,7 @@ def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
         return
     yield (f"{scores_text(result)} after {result['steps']:,} steps, {result['tokens']:,} tokens, "
            f"{result['train_time_ms'] / 1e3:.1f} s ({result['tok_per_s']:,} tok/s)")
-    if work := plan.work_of(result):
+    if work := work_of_run(folder, result):
         yield f"  {cards.mfu_text(work)}"
     for goal in goals_of(result):
         yield f"  {distance(result, goal)}"
@@ -119,7 +130,7 @@ def end_lines(folder: Path, result: dict[str, Any]) -> Iterator[str]:
 
 def add_mfu(path: Path, result: dict[str, Any]) -> None:
     """Adds the MFU of a run on GPUs to its result.json, null where a peak is unknown. Raises OSError."""
-    work = plan.work_of(result) if result["steps"] else None
+    work = work_of_run(path.parent, result) if result["steps"] else None
     if work:
         result["mfu"], result["mfu_dtype"] = cards.mfu(work)
         write_atomically(path, lambda file: file.write(f"{json.dumps(result, indent=1)}\n".encode()))

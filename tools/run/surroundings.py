@@ -79,8 +79,9 @@ def sorting(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def idle_threads(env: Mapping[str, str]) -> dict[str, str]:
-    """Turns that an idle thread of GNU OpenMP spins before it sleeps. By default it spins for milliseconds:
-    beside one other busy process on two cores, a step of tiny takes 23 times as long (docs/log.md)."""
+    """How many times an idle thread of GNU OpenMP spins before it sleeps. By default it spins for
+    milliseconds: alongside one busy process on two cores, a step of tiny takes over 20 times as long
+    (docs/log.md)."""
     given = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & {*env}
     return {} if given else {"GOMP_SPINCOUNT": "5000"}
 
@@ -97,10 +98,15 @@ def allocator(env: Mapping[str, str]) -> dict[str, str]:
     return {} if given else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
+def libraries(env: Mapping[str, str]) -> dict[str, str]:
+    """What numpy and torch read when they are loaded."""
+    return sorting(env) | allocator(env) | idle_threads(env)
+
+
 def for_trainer(env: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """What to set for a trainer -> ({variable: text}, lines that say why)."""
     changes, odd = compiler_folders(env)
-    changes |= sorting(env) | allocator(env) | idle_threads(env)
+    changes |= libraries(env)
     lines = []
     if odd:
         lines.append(f"compile: a space or quote in {' and '.join(odd)}, or no such folder: others are used")

@@ -81,7 +81,7 @@ class Progress:
             self.began = time.monotonic()
 
     def mfu(self, step: int, rate: float) -> str:
-        """MFU of these GPUs at this many tok/s, the mean of as many steps."""
+        """MFU of these GPUs. rate: tok/s, the mean over the first `step` steps."""
         flops = cards.mean_flops(self.flops, step) * rate
         return cards.mfu_text(cards.Work(flops, self.gpus, self.dtype)).partition(", ")[0]
 
