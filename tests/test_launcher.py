@@ -116,7 +116,7 @@ def test_every_gpu_is_used(machine, empty):
 
 
 def test_what_mfu_needs(machine, empty):
-    """A run that goes on has what it began with."""
+    """A run that goes on has what it began with, and nothing on other hardware or by another version."""
     machine(gpus=2)
     found = answer("speedrun")
     assert (found["gpus"], found["dtype"]) == (["card 0", "card 1"], "bf16")
@@ -137,6 +137,9 @@ def test_what_mfu_needs(machine, empty):
                   dict(ranks=2, of_another_version="1")):
         began(**resumed | other)
         assert answer("RESUME=old", "--ranks=2")["gpus"] == []
+    began(ranks=2, **resumed)
+    machine(gpus=1)
+    assert answer("RESUME=old", "--ranks=2")["gpus"] == []
 
 
 def test_what_gets_data(monkeypatch, capsys, empty):

@@ -134,7 +134,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda n: (free[n], 0))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     return gpus
 
@@ -726,12 +726,12 @@ def test_the_plan_of_speedrun_plus():
 
 
 @pytest.mark.parametrize("card, preset, words", [
-    ("NVIDIA GeForce RTX 5090", "golf", "record: 600 s on eight H100s, so about 6.3 h on 1 x NVIDIA GeForce"),
-    ("NVIDIA H200", "gpt2", "record: 8967 s on eight H100s, so about 19.9 h on 1 x NVIDIA H200 (estimate"),
+    ("NVIDIA GeForce RTX 5090", "golf", "record: 600 s at full size on eight H100s, so about 6.3 h on 1 x "),
+    ("NVIDIA H200", "gpt2", "record: 8967 s at full size on eight H100s, so about 19.9 h on 1 x NVIDIA H200"),
     ("NVIDIA GeForce RTX 4070", "golf", ""), ("Tesla T4", "golf", ""), ("NVIDIA H200", "tiny", "")])
 def test_hours_beside_the_records(card, preset, words, monkeypatch):
     """By the peaks of both; none for an unknown card, one without bf16, a CPU, and tiny."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: card)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 0))
     cfg = preset_config(preset)
     assert plan.record_line(cfg, CPU) == ""

@@ -85,7 +85,7 @@ def peak_flops(name: str, dtype: str = "bf16") -> float:
 class Work(NamedTuple):
     """What GPUs do in training."""
 
-    flops: float  # model FLOP/s of all of them
+    flops_per_second: float  # model FLOPs, of all of them
     gpus: Sequence[str]  # as torch names them
     dtype: str  # of most products: bf16 or fp8
 
@@ -103,19 +103,18 @@ def mean_flops(stages: Sequence[tuple[int, int, float]], steps: int) -> float:
     return total / max(1, tokens)
 
 
-def mfu(work: Work) -> tuple[float | None, str]:
-    """(model FLOPs utilization, the dtype whose dense peak it counts against): bf16 if one of the GPUs lacks
-    fp8. None: a peak is unknown."""
+def mfu(work: Work) -> tuple[float | None, str, list[float]]:
+    """(model FLOPs utilization; the dtype whose dense peaks it counts against, bf16 if one of the GPUs lacks
+    fp8; these peaks in FLOP/s, 0 where unknown). None: a peak is unknown."""
     dtype = work.dtype if all([peak_flops(name, work.dtype) for name in work.gpus]) else "bf16"
     peaks = [peak_flops(name, dtype) for name in work.gpus]
-    used = work.flops / sum(peaks) if all(peaks) else None
-    return used, dtype
+    used = work.flops_per_second / sum(peaks) if all(peaks) else None
+    return used, dtype, peaks
 
 
 def mfu_text(work: Work) -> str:
     """MFU, its dtype and the peak."""
-    used, dtype = mfu(work)
-    peaks = [peak_flops(name, dtype) for name in work.gpus]
+    used, dtype, peaks = mfu(work)
     if used is None:
         return f"mfu:? of {work.gpus[peaks.index(0)]}, whose peak is unknown"
     return f"mfu:{used:.3f} in {dtype}, of {len(peaks)} x {sum(peaks) / len(peaks) / 1e12:.0f} TFLOP/s"

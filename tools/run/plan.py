@@ -220,8 +220,9 @@ def record_line(cfg: Any, machine: Machine) -> str:
     if not peak or not seconds:
         return ""
     hours = seconds / 3600 * 8 / machine.world_size * cards.CARDS["h100"].peak / peak
-    return (f"record: {seconds:g} s on eight H100s, so about {hours:.1f} h on {machine.world_size} x "
-            f"{torch.cuda.get_device_name()} (estimate by their bf16 peaks)")
+    gpus = f"{machine.world_size} x {torch.cuda.get_device_name()}"
+    return (f"record: {seconds:g} s at full size on eight H100s, so about {hours:.1f} h on {gpus} (estimate "
+            "by their bf16 peaks)")
 
 
 def full_disk(cfg: Any, folder: Path) -> str:

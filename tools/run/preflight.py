@@ -264,8 +264,8 @@ def for_mfu(cfg: Any, names: list[str]) -> dict[str, Any]:
 
 
 def for_mfu_of_resumed(began: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """The same for a run that goes on: nothing if it began on other hardware or by another version, whatever
-    that has left, for its own script decides whether it goes on."""
+    """The same for a run that goes on; nothing if it began on other hardware or by another version. Never
+    raises, since its own script decides whether it goes on."""
     try:
         same = names and began["hardware"] == f"{len(names)}x {names[0]}"
         return for_mfu(config_of(began), names) if same else NO_MFU
@@ -278,22 +278,23 @@ def preflight(words: Words, env: Mapping[str, str], launched: bool = False) -> d
     run_id = text_of("RESUME", env, words.constants)
     began = start_of(run_id)
     asked = read_request(words, env, launched, began)
-    cfg = None
+    on_gpu = device_of(asked.cfg, asked.given, began) != "cpu"
+    count = min(asked.ranks, gpus()) if on_gpu else 0
+    names = [torch.cuda.get_device_name(n) for n in range(count)]
+    needed = NO_MFU
     if run_id:
         say(f"resume: {run_id} goes on as it began, with the plan in its log")
+        needed = for_mfu_of_resumed(began, names)
     elif asked.cfg.eval_from:
         asked = with_its_dataset(asked)
         check_dataset(asked.cfg, say)
     else:
-        cfg = check_run(asked, env)
+        needed = for_mfu(check_run(asked, env), names)
     if words.dry_run or not launched:
         return dict(words=["train_gpt.py", *asked.flags])
     command = [str(script_path(asked, run_id)), *asked.flags]
     if asked.ranks > 1:
         command = ["-m", TORCHRUN, "--standalone", f"--nproc_per_node={asked.ranks}", *command]
-    on_gpu = device_of(asked.cfg, asked.given, began) != "cpu"
-    names = [torch.cuda.get_device_name(n) for n in range(min(asked.ranks, gpus()) if on_gpu else 0)]
-    needed = for_mfu_of_resumed(began, names) if run_id else for_mfu(cfg, names) if cfg else NO_MFU
     return dict(words=command, ranks=asked.ranks, **needed)
 
 

@@ -89,8 +89,8 @@ def distance(result: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def work_of_run(folder: Path, result: dict[str, Any]) -> cards.Work | None:
-    """What its GPUs did; None without GPUs, of another version, and where it went on on other hardware, since
-    its clock and tokens are those of all attempts."""
+    """What the GPUs of a run did. None if it had none, if its constants are another version's, and if it was
+    resumed on other hardware, since its tokens and seconds are those of all attempts."""
     hardware = {event["hardware"] for event in read_events(folder) if event["kind"] == "start"}
     try:
         return plan.work_of(result) if len(hardware) <= 1 else None
@@ -132,7 +132,7 @@ def add_mfu(path: Path, result: dict[str, Any]) -> None:
     """Adds the MFU of a run on GPUs to its result.json, null where a peak is unknown. Raises OSError."""
     work = work_of_run(path.parent, result) if result["steps"] else None
     if work:
-        result["mfu"], result["mfu_dtype"] = cards.mfu(work)
+        result["mfu"], result["mfu_dtype"], _ = cards.mfu(work)
         write_atomically(path, lambda file: file.write(f"{json.dumps(result, indent=1)}\n".encode()))
 
 
